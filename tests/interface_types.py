@@ -7,7 +7,7 @@ import torch
 import iris
 from iris.ccl.collectives import Collectives
 from iris.ccl.work import Work
-from iris.experts import ExpertParallel, Received
+from iris.experts import ExpertParallel, PendingCall, Received
 from iris.ops.operations import Operations
 from iris.tracing.recording import Tracing
 
@@ -31,5 +31,7 @@ if TYPE_CHECKING:
         assert_type(received, Received)
         assert_type(received.to_host().counts, list[int])
         assert_type(ep.combine(received.rows, received), torch.Tensor)
+        assert_type(ep.dispatch(x, x, async_op=True), PendingCall[Received])
+        assert_type(ep.combine(x, received, async_op=True).wait(), torch.Tensor)
         assert_type(ctx.ops.experts_mlp(x, x, x, None, x, x, experts=ep), Work | None)
         iris.ccl.functional.all_reduce(x, iris.ccl.functional.name_of(ctx))

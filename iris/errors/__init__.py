@@ -23,7 +23,7 @@ from iris.errors.collectives import (
     UnsupportedReductionError,
     WorkspaceTooSmallError,
 )
-from iris.errors.experts import InvalidExpertsError, ReceivedUsedUpError, TooManyInFlightError
+from iris.errors.experts import InvalidExpertsError, PendingCallError, ReceivedUsedUpError, TooManyInFlightError
 from iris.errors.heap import (
     FreedTensorError,
     HeapClosedError,
@@ -144,6 +144,7 @@ __all__ = [
     "SharedDeviceError",
     "SharedMemoryRaceError",
     "TooManyInFlightError",
+    "PendingCallError",
     "TooManyStreamsError",
     "TritonMissingError",
     "UnclearedMemoryError",

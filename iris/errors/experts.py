@@ -20,9 +20,15 @@ class ReceivedUsedUpError(IrisError, RuntimeError):
 class TooManyInFlightError(IrisError, RuntimeError):
     """There are as many results of dispatches in use as ``ExpertsConfig.in_flight`` says."""
 
-    def __init__(self, in_flight: int) -> None:
+    def __init__(self, in_flight: int, pending: list[str]) -> None:
+        """``pending``: calls that were not waited for."""
         super().__init__(
             f"dispatch() has no memory left: {in_flight} results of earlier ones are in use, for which "
             f"ExpertsConfig(in_flight={in_flight}) sets memory aside. Combine or release() one of them first, or set "
             "aside more."
+            + (f" Nobody has called wait() of {' and '.join(pending)}, with async_op=True." if pending else "")
         )
+
+
+class PendingCallError(IrisError, RuntimeError):
+    """A call with ``async_op=True`` is waited for twice, or never, or with half of it in a graph."""

@@ -3,6 +3,7 @@
 from iris.experts import functional
 from iris.experts.config import ExpertsConfig
 from iris.experts.expert_parallel import ExpertParallel
+from iris.experts.pending import PendingCall
 from iris.experts.received import Received
 
-__all__ = ["ExpertParallel", "ExpertsConfig", "Received", "functional"]
+__all__ = ["ExpertParallel", "ExpertsConfig", "PendingCall", "Received", "functional"]

@@ -15,27 +15,25 @@ from iris.ccl.checks import compare_calls
 from iris.ccl.enqueue import to_read
 from iris.ccl.kernel_launch import leaving_room
 from iris.ccl.protocols import CollectivesContext
+from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
-from iris.errors import HeapClosedError, InvalidExpertsError, TooManyInFlightError
+from iris.errors import HeapClosedError, InvalidExpertsError, PendingCallError, TooManyInFlightError
 from iris.experts import checks, padding
 from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED
 from iris.experts.config import ExpertsConfig
 from iris.experts.kernel_arguments import Extents, FewTokens, Form
-from iris.experts.kernels import BYTES, kernels_of
+from iris.experts.kernels import kernels_of
 from iris.experts.memory import Memory, layout_rows
-from iris.experts.plan import UNCOMMON, Plan, kind_of, pointers_of
+from iris.experts.pending import PendingCall
+from iris.experts.plan import IDS, Plan, Plans, kind_of, pointers_of
 from iris.experts.received import Received
-from iris.experts.views import Format, Views, shape_of_rows, views_of, with_rows
+from iris.experts.views import Format, Views, shape_of_rows, with_rows
 from iris.heap import describe_address
 from iris.heap.history import debugging
 from iris.language.target import on_nvidia
 from iris.operators.version_counter import bump_version
-from iris.runtime.launch import addresses, prepare, remember
+from iris.runtime.launch import addresses, prepare
 from iris.world import Group
-
-IDS = (torch.int32, torch.int64)
-# Of a combine without rows of experts: the choices alone travel.
-ROUTING = Form(MOVES=False)
 
 DEBUGGING = debugging()
 NOTHING = torch.empty(0)
@@ -53,6 +51,8 @@ class Calls:
     config : ExpertsConfig
     abort_flag : AbortFlag
         Of the group.
+    pending : dict of str
+        By the slot's number, the calls that nobody has waited for.
     """
 
     def __init__(
@@ -71,9 +71,8 @@ class Calls:
         self._memory: Memory | None = memory
         self.abort_flag, self._state = memory.abort_flag, memory.abort_flag.state
         self._in_use = [False] * config.in_flight
-        self._plans: dict[tuple, Plan] = {}
-        self._launches: dict[tuple, dict[tuple[int, ...], Callable[..., None]]] = {}
-        self._views: dict[Format, list[Views]] = {}
+        self.pending: dict[int, str] = {}
+        self._plans = Plans(memory, extents, dtype, config, self._device)
         # A pointer where no weights are given. Nobody reads what is there.
         self._no_weights = memory.slots[0].weights
         # Compile and load now, so that no rank's kernel waits while another's is being compiled.
@@ -89,43 +88,31 @@ class Calls:
         x_scales: torch.Tensor | None = None,
         quantize: str | None = None,
         layout: str = "compact",
+        num_tokens: torch.Tensor | None = None,
+        async_op: bool = False,
         rows: torch.Tensor | None = None,
-    ) -> Received:
+    ) -> Any:
         """`ExpertParallel.dispatch`. ``rows [rows, H]``: where rows go, by default to the memory set aside for them."""
         self.enter()
-        key = (layout, quantize, kind_of(x), kind_of(topk_ids), kind_of(topk_weights), kind_of(x_scales))
-        try:
-            plan = self._plans.get(key)
-        except TypeError:  # what has no hash is no layout
-            plan = None
+        kinds = (kind_of(x), kind_of(topk_ids), kind_of(topk_weights), kind_of(x_scales), kind_of(num_tokens))
+        key = (layout, quantize, bool(async_op), *kinds)
+        plan = self._plans.find(key)
         if plan is None:
-            layout = checks.check_layout(layout, self.config)
-            tokens = checks.check_tokens(x, self.extents.M, self.extents.H)
-            shape, dtypes = (tokens, self.extents.H), (self.dtype, *checks.NARROW)
-            checks.check_given("dispatch", "x", x, self._device, shape, dtypes)
-            if isinstance(self.extents, FewTokens):
-                checks.check_messages(x)
-            form = checks.form_of(x, x_scales, quantize, self.dtype)
-            self._check_choices(tokens, topk_ids, topk_weights)
-            narrow = x.dtype if quantize is None else checks.quantized_dtype()
-            format = Format(layout, narrow if x_scales is None else BYTES, narrow, form.SCALES)
-            plan = self._plan_dispatch(tokens, topk_ids, topk_weights, form, format)
-            self._remember(key, plan)
+            plan = self._plans.of_dispatch(
+                x, topk_ids, topk_weights, x_scales, quantize, layout, num_tokens, bool(async_op)
+            )
+            self._plans.remember(key, plan)
         factors = () if x_scales is None else (to_read(x_scales),)
-        return self._send(plan, to_read(x), topk_ids, topk_weights, factors, layout, rows)
+        return self._send(plan, to_read(x), topk_ids, topk_weights, factors, layout, num_tokens, rows)
 
     def route(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, layout: str) -> Received:
         """A dispatch of the choices alone: for a combine of rows that are there."""
         self.enter()
         key = (layout, kind_of(topk_ids), kind_of(topk_weights))
-        plan = self._plans.get(key)
+        plan = self._plans.find(key)
         if plan is None:
-            layout = checks.check_layout(layout, self.config)
-            checks.check_number(topk_ids, self.extents.M)
-            self._check_choices(len(topk_ids), topk_ids, topk_weights)
-            format = Format(layout, self.dtype, self.dtype)
-            plan = self._plan_dispatch(len(topk_ids), topk_ids, topk_weights, ROUTING, format)
-            self._remember(key, plan)
+            plan = self._plans.of_route(topk_ids, topk_weights, layout)
+            self._plans.remember(key, plan)
         return self._send(plan, plan.views[0].rows, topk_ids, topk_weights, (), layout)
 
     def combine(
@@ -134,7 +121,9 @@ class Calls:
         received: Received,
         topk_weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """`ExpertParallel.combine`."""
         self.enter()
         if not isinstance(received, Received) or received._owner is not self:
@@ -143,25 +132,38 @@ class Calls:
                 f"combine() takes what dispatch() of the same ctx.experts() has returned, and {received!r:.80} {what}."
             )
         received._check_in_use("combine")
-        tokens, layout, weighted = received.num_tokens, received.layout, received.weighted
+        tokens = received.num_tokens
         if out is None:
             out = room_for(tokens, self.extents.H, self.dtype, self._device)
-        key = (layout, tokens, weighted, kind_of(y), kind_of(topk_weights), kind_of(out))
-        plan = self._plans.get(key)
+        biases = () if bias is None else checks.biases_of(bias)
+        kinds = (kind_of(y), kind_of(topk_weights), kind_of(out), *[kind_of(each) for each in biases])
+        key = (received.layout, tokens, received.weighted, bool(async_op), *kinds)
+        plan = self._plans.find(key)
         if plan is None:
-            plan = self._plan_combine(layout, tokens, weighted, y, topk_weights, out)
-            self._remember(key, plan)
+            plan = self._plans.of_combine(y, received, topk_weights, out, biases, bool(async_op))
+            self._plans.remember(key, plan)
         if not out.is_contiguous() or out.is_neg():
             raise InvalidExpertsError(f"combine() takes an out that is contiguous; its strides are {out.stride()}.")
-        given = (to_read(y), self._no_weights if topk_weights is None else to_read(topk_weights), out)
+        weights = self._no_weights if topk_weights is None else to_read(topk_weights)
+        given = (to_read(y), weights, out, *[to_read(each) for each in biases])
         pointers = pointers_of("combine", given)
+        if biases:
+            checks.check_apart(pointers[2], out.nbytes, pointers[3:])
         if DEBUGGING and not self._capturing():
             how = "not given" if topk_weights is None else "given"
             self.compare(f"combine() in slot {received._slot}, weights {how}")
-        self._launch(plan, plan.views[received._slot], given, pointers)
-        bump_version(out)
-        self.end(received, "combine()")
-        return out
+        views = plan.views[received._slot]
+        self._launch(plan, views, given, pointers)
+        received._ended = "combine()"
+
+        def end() -> torch.Tensor:
+            bump_version(out)
+            self._in_use[received._slot] = False
+            return out
+
+        if plan.receiving is None:
+            return end()
+        return self._pend(plan.receiving, views, received._slot, given, pointers, end)
 
     def release(self, received: Received) -> None:
         """`Received.release`."""
@@ -178,7 +180,7 @@ class Calls:
         for rows in (received.rows, received.scales):
             if rows is not None:
                 args = padding.arguments(rows, received.counts, received.offsets, self.extents)
-                launches = self._launches.setdefault(("zero_padding", rows.dtype, args[3:5]), {})
+                launches = self._plans.launches_of(("zero_padding", rows.dtype, args[3:5]))
                 if () not in launches:
                     launches[()] = prepare(
                         padding.zero_padding, (self._kernels.programs, 1, 1), *args, num_warps=padding.NUM_WARPS
@@ -193,7 +195,8 @@ class Calls:
             return False
         memory.close()
         # Views keep it mapped.
-        self._plans, self._launches, self._views, self._no_weights = {}, {}, {}, NOTHING
+        del self._plans
+        self._no_weights = NOTHING
         return True
 
     # For gradients ----------------------------------------------------------------------------------------------------
@@ -249,57 +252,6 @@ class Calls:
     def _capturing(self) -> bool:
         return self._on_gpu and is_current_stream_capturing()
 
-    def _check_choices(self, tokens: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None) -> None:
-        pairs = (tokens, self.extents.K)
-        checks.check_given("dispatch", "topk_ids", topk_ids, self._device, pairs, IDS)
-        if topk_weights is not None:
-            checks.check_given("dispatch", "topk_weights", topk_weights, self._device, pairs, (torch.float32,))
-
-    def _plan_dispatch(
-        self, tokens: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, form: Form, format: Format
-    ) -> Plan:
-        alignment = self.config.alignment if format.layout == "compact" else 0
-        tail = (tokens, int(topk_weights is not None), alignment, form, self.extents)
-        # Of fp8 rows that are given the bytes are moved, whatever the type.
-        launches = self._launches.setdefault((topk_ids.dtype, form), {})
-        return Plan(self._kernels.dispatch, tail, launches, self._views_of(format))
-
-    def _plan_combine(
-        self,
-        layout: str,
-        tokens: int,
-        weighted: bool,
-        y: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> Plan:
-        hidden = self.extents.H
-        views = self._views_of(Format(layout, self.dtype, self.dtype))
-        checks.check_given("combine", "y", y, self._device, tuple(views[0].rows.shape), (self.dtype,))
-        if topk_weights is not None:
-            pairs = (tokens, self.extents.K)
-            checks.check_given("combine", "topk_weights", topk_weights, self._device, pairs, (torch.float32,))
-        checks.check_given("combine", "out", out, self._device, (tokens, hidden), (self.dtype,))
-        weights = (DISPATCHED if weighted else UNWEIGHTED) if topk_weights is None else GIVEN
-        return self._combine_plan(weights.value, views)
-
-    def _combine_plan(self, weights: int, views: list[Views]) -> Plan:
-        launches = self._launches.setdefault((weights,), {})
-        return Plan(self._kernels.combine, (weights, self.extents), launches, views)
-
-    def _views_of(self, format: Format) -> list[Views]:
-        """Of each slot."""
-        if format not in self._views:
-            memory = self.open_memory()
-            self._views[format] = [
-                views_of(memory, number, format, self.extents) for number in range(self.config.in_flight)
-            ]
-        return self._views[format]
-
-    def _remember(self, key: tuple, plan: Plan) -> None:
-        if UNCOMMON not in key:
-            remember(self._plans, key, plan)
-
     def _send(
         self,
         plan: Plan,
@@ -308,18 +260,20 @@ class Calls:
         topk_weights: torch.Tensor | None,
         factors: tuple[torch.Tensor, ...],
         layout: str,
+        num_tokens: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
-    ) -> Received:
+    ) -> Any:
         weights = self._no_weights if topk_weights is None else to_read(topk_weights)
-        given = (x, to_read(topk_ids), weights, *factors)
+        given = (x, to_read(topk_ids), weights, *factors, *(() if num_tokens is None else (num_tokens,)))
         pointers = pointers_of("dispatch", given)
         checked = (DEBUGGING or simulator.ACTIVE) and not self._capturing()
         if checked:
-            checks.check_numbers(topk_ids, self.extents.E)
+            there = topk_ids if num_tokens is None else topk_ids[: max(int(num_tokens), 0)]
+            checks.check_numbers(there, self.extents.E)
         try:
             number = self._in_use.index(False)
         except ValueError:
-            raise TooManyInFlightError(self.config.in_flight) from None
+            raise TooManyInFlightError(self.config.in_flight, [*self.pending.values()]) from None
         weighted = topk_weights is not None
         if DEBUGGING and checked:
             how = f"{'weights given' if weighted else 'no weights'}, of {x.dtype}, {plan.tail[3]}"
@@ -327,9 +281,47 @@ class Calls:
         views = plan.views[number] if rows is None else with_rows(plan.views[number], rows)
         self._launch(plan, views, given, pointers)
         self._in_use[number] = True
-        # Autograd may have saved what an earlier dispatch had put there.
-        bump_version(views.rows)
-        return Received(self, number, layout, views, topk_ids.shape[0], weighted)
+
+        def end() -> Received:
+            # Autograd may have saved what an earlier dispatch had put there.
+            bump_version(views.rows)
+            return Received(self, number, layout, views, topk_ids.shape[0], weighted)
+
+        return end() if plan.receiving is None else self._pend(plan.receiving, views, number, given, pointers, end)
+
+    def _pend(
+        self,
+        plan: Plan,
+        views: Views,
+        number: int,
+        given: tuple[torch.Tensor, ...],
+        pointers: tuple[int, ...],
+        end: Callable[[], Any],
+    ) -> PendingCall:
+        """What was sent from this slot is received when a program waits for it, by a launch of ``plan``."""
+        call = f"{plan.kernel.name}() in slot {number}"
+        sent, stream, captured = Work(self._on_gpu), self._stream(), self._capturing()
+        self.pending[number] = call
+
+        def receive() -> Any:
+            self.enter()
+            if self._capturing() != captured:
+                raise PendingCallError(
+                    f"A graph would have one half of {call}: the call was {'' if captured else 'not '}captured, and "
+                    f"its wait() is {'not' if captured else 'to be'}. Have both in one graph, or neither."
+                )
+            if DEBUGGING and not captured:
+                self.compare(f"wait() of {call}")
+            if self._stream() != stream:
+                sent.wait()
+                for each in given:
+                    # Else its memory might be given away when the stream that it is of does not need it any more.
+                    each.record_stream(torch.cuda.current_stream(self._device))
+            self._launch(plan, views, given, pointers)
+            del self.pending[number]
+            return end()
+
+        return PendingCall(call, receive)
 
     def _launch(self, plan: Plan, views: Views, given: tuple[torch.Tensor, ...], pointers: tuple[int, ...]) -> None:
         """Enqueue on the current stream; compile first, if pointers are aligned as in no launch before."""
@@ -351,22 +343,21 @@ class Calls:
     def _prepare(self, plan: Plan, views: Views, given: tuple[torch.Tensor, ...]) -> Callable[..., None]:
         options: dict[str, Any] = leaving_room(self._kernels.resident) if on_nvidia() else {}
         args = plan.kernel.arguments(views.tensors, given, plan.tail)
-        grid = (self._kernels.programs, 1, 1)
+        grid = (plan.programs, 1, 1)
         return prepare(plan.kernel.function, grid, *args, num_warps=self._kernels.num_warps, **options)
 
     @torch.no_grad()
     def _prepare_all(self) -> None:
         """For rows of the dtype, in memory that is aligned."""
         format = Format(self.config.layouts[0], self.dtype, self.dtype)
-        views = self._views_of(format)[0]
+        views = self._plans.views_of(format)[0]
         rows, pairs = views.tensors[1].rows[:0], views.tensors[1].places[:0]
         aligned = (0, 0, 0)
         for ids in IDS:
-            given = (rows, pairs.to(ids), self._no_weights)
-            plan = self._plan_dispatch(0, given[1], None, Form(), format)
-            plan.launches[aligned] = self._prepare(plan, views, given)
+            plan = self._plans.dispatch(0, ids, False, Form(), format)
+            plan.launches[aligned] = self._prepare(plan, views, (rows, pairs.to(ids), self._no_weights))
         for weights in (UNWEIGHTED, DISPATCHED, GIVEN):
-            plan = self._combine_plan(weights.value, [views])
+            plan = self._plans.combine(weights.value, 0, [views])
             plan.launches[aligned] = self._prepare(plan, views, (rows, self._no_weights, rows))
 
 

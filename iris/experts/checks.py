@@ -184,6 +184,26 @@ def check_number(rows: torch.Tensor, max_tokens: int) -> None:
         )
 
 
+def biases_of(bias: object) -> tuple[torch.Tensor, ...]:
+    """What `combine` is to add, one or two."""
+    found = (bias,) if isinstance(bias, torch.Tensor) else bias
+    if not isinstance(found, tuple) or len(found) not in (1, 2):
+        raise InvalidExpertsError(f"combine(bias={bias!r:.60}) is not possible; it takes a tensor, or a pair of them.")
+    for each in found:
+        check_tensor("combine", each)
+    return found
+
+
+def check_apart(out: int, nbytes: int, biases: tuple[int, ...]) -> None:
+    """That a result does not lie across what is added to it: addresses, each of so many bytes."""
+    for bias in biases:
+        if 0 < abs(out - bias) < nbytes:
+            raise InvalidExpertsError(
+                f"combine() got an out that begins {abs(out - bias)} bytes {'behind' if out > bias else 'before'} its "
+                f"bias and lies across it, {nbytes} bytes each. Give it the same memory, or memory apart."
+            )
+
+
 def check_numbers(topk_ids: torch.Tensor, num_experts: int) -> None:
     """That each is an expert, or -1 for none. Blocks the host: in the simulator and in debug mode."""
     wrong = (topk_ids < -1) | (topk_ids >= num_experts)

@@ -15,7 +15,8 @@ Program p of each kind serves the p-th share of a rank's tokens, in the steps of
 One that receives:
 
 4. step by step, waits for ``returned`` of program p of all others, and adds up the sums of each own token in float32,
-   in the order of ranks. The sum of this rank's own experts, which it makes itself, is not rounded before.
+   in the order of ranks. The sum of this rank's own experts, which it makes itself, is not rounded before. Then it
+   adds what the caller gives besides, its bias, and rounds.
 
 Every rank raises ``returned`` at every other in each call, to its last value, also where no token went: it says besides
 that what came with this dispatch has been read, so that the next one in this slot may write. More:
@@ -30,6 +31,7 @@ from iris.experts.routing import (
     chunk_of,
     has_bit,
     load_choices,
+    number_of_program,
     owner_bits,
     signal_all,
     signal_others,
@@ -131,7 +133,25 @@ def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, 
 
 
 @triton.jit
-def receive_sums(ctx, slot, y, places, out, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+def load_bias(bias, at, mask):
+    """A tuple of what there is to be added, in this order."""
+    found = ()
+    if bias is not None:
+        found += (tl.load(bias.first + at, mask=mask, other=0),)
+        if bias.second is not None:
+            found += (tl.load(bias.second + at, mask=mask, other=0),)
+    return found
+
+
+@triton.jit
+def add_bias(total, found):
+    for each in tl.static_range(len(found)):
+        total += found[each].to(tl.float32)
+    return total
+
+
+@triton.jit
+def receive_sums(ctx, slot, y, places, out, bias, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """Step 4, behind the wait, for own tokens [first, last)."""
     # The sums of so many ranks are under way at once. Ranks that there are not have no bit.
     PEERS: tl.constexpr = min(EXTENTS.RANKS, 8)
@@ -149,17 +169,19 @@ def receive_sums(ctx, slot, y, places, out, first, last, WEIGHTS: tl.constexpr, 
             later = load_rows(y, rows, columns + EXTENTS.ADDED, EXTENTS)
             own_sum = add_up(found, rows, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
             found = later
+            at = (tl.cast(token, tl.int64) * EXTENTS.H)[:, None] + columns[None, :]
+            to_add = load_bias(bias, at, (token < last)[:, None] & inside)
             total = tl.zeros_like(own_sum)
             for group in range(0, EXTENTS.W, PEERS):
                 sums = ()
                 for each in tl.static_range(PEERS):
                     peer = group + each
-                    at = ((tl.cast(peer, tl.int64) * EXTENTS.M + token) * EXTENTS.H)[:, None] + columns[None, :]
+                    sent = ((tl.cast(peer, tl.int64) * EXTENTS.M + token) * EXTENTS.H)[:, None] + columns[None, :]
                     mask = (has_bit(bits, peer) & (peer != rank))[:, None] & inside
-                    sums += (tl.load(slot.partials + at, mask=mask, other=0).to(tl.float32),)
+                    sums += (tl.load(slot.partials + sent, mask=mask, other=0).to(tl.float32),)
                 for each in tl.static_range(PEERS):
                     total += tl.where(group + each == rank, own_sum, sums[each])
-            at = (tl.cast(token, tl.int64) * EXTENTS.H)[:, None] + columns[None, :]
+            total = add_bias(total, to_add)
             tl.store(out + at, total.to(out.dtype.element_ty), mask=(token < last)[:, None] & inside)
 
 
@@ -185,7 +207,7 @@ def send(ctx, slot, y, topk_weights, places, call, WEIGHTS: tl.constexpr, EXTENT
 
 
 @triton.jit
-def receive(ctx, slot, y, places, out, program, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+def receive(ctx, slot, y, places, out, bias, program, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """Step 4."""
     if WEIGHTS == GIVEN:
         # Own ones are stored by the program that sends them.
@@ -197,19 +219,23 @@ def receive(ctx, slot, y, places, out, program, call, WEIGHTS: tl.constexpr, EXT
         wait_others(ctx, flags, call * EXTENTS.STEPS + step + 1)
         begin = first + step * EXTENTS.STEP
         end = tl.minimum(begin + EXTENTS.STEP, last)
-        receive_sums(ctx, slot, y, places, out=out, first=begin, last=end, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        receive_sums(ctx, slot, y, places, out=out, bias=bias, first=begin, last=end, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
     wait_others(ctx, flags, call * EXTENTS.STEPS + EXTENTS.STEPS - 1)
 
 
 @triton.jit
-def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+def combine(
+    slot, y, topk_weights, places, out, bias, WEIGHTS: tl.constexpr, PHASE: tl.constexpr, EXTENTS: tl.constexpr
+):
     """``y``: the rows that the experts have made, in the layout of the dispatch. ``out``: ``[tokens, H]``.
 
     ``topk_weights``: float32 ``[tokens, K]``, where ``WEIGHTS`` is `GIVEN`. ``places``: of the dispatch's `Layout`.
+    ``bias``: `Bias`, or None. It may be ``out``: each element is read before it is written. ``PHASE``: `WHOLE`,
+    with 2 P programs, or a half, with P.
     """
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     gdc_wait()
-    program = tl.program_id(0)
+    program = number_of_program(PHASE, EXTENTS)
     # The number of the dispatch, which is over.
     call = tl.load(slot.calls + program)
     if program < EXTENTS.PROGRAMS:
@@ -221,6 +247,7 @@ def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: 
             y,
             places,
             out=out,
+            bias=bias,
             program=program - EXTENTS.PROGRAMS,
             call=call,
             WEIGHTS=WEIGHTS,

@@ -22,14 +22,26 @@ It waits for nothing. One that receives:
    experts.
 
 So ranks need only that all their programs are resident: two of them share a multiprocessor (`iris.experts.calls`), and
-those that send have the lower numbers, so that they begin first. Who writes which word, and why it may be written
+those that send have the lower numbers, so that they begin first. The two kinds may also be launched one behind the
+other, each alone, with anything in between (``async_op=True``). Who writes which word, and why it may be written
 again: `iris.experts.memory`.
 """
 
 import triton
 import triton.language as tl
 
-from iris.experts.routing import choices, chunk_of, load_choices, load_experts, owner_bits, owners, signal_all, steps_of
+from iris.experts.routing import (
+    choices,
+    chunk_of,
+    load_choices,
+    load_experts,
+    number_of_program,
+    owner_bits,
+    owners,
+    signal_all,
+    steps_of,
+    tokens_of,
+)
 from iris.experts.rows import NOT, copy_rows, send_rows
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
@@ -229,21 +241,25 @@ def dispatch(
     topk_ids,
     topk_weights,
     layout,
+    num_tokens,
     tokens,
     weighted,
     alignment,
     FORM: tl.constexpr,
+    PHASE: tl.constexpr,
     EXTENTS: tl.constexpr,
 ):
     """``x``: ``[tokens, H]``. ``topk_ids``: int32 or int64 ``[tokens, K]``, -1 for none.
 
     ``topk_weights``: float32, likewise, sent if ``weighted``. ``slot``, ``layout``: `Slot` and `Layout`. ``scales``:
-    `Scales`, or None. ``alignment``: of an expert's first row in the compact layout, 0 for the expanded one. ``FORM``
-    and ``EXTENTS``: `Form` and `Extents`.
+    `Scales`, or None. ``num_tokens``: int32 ``[1]``, how many of the tokens are dispatched, or None for all.
+    ``alignment``: of an expert's first row in the compact layout, 0 for the expanded one. ``FORM`` and ``EXTENTS``:
+    `Form` and `Extents`. ``PHASE``: `WHOLE`, with 2 P programs, or a half, with P.
     """
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     gdc_wait()
-    program = tl.program_id(0)
+    tokens = tokens_of(tokens, num_tokens)
+    program = number_of_program(PHASE, EXTENTS)
     call = tl.load(slot.calls + program) + 1
     if program < EXTENTS.PROGRAMS:
         send(

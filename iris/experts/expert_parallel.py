@@ -1,18 +1,20 @@
 """`ExpertParallel`: dispatch and combine of one layer's shape, as the host calls them."""
 
 from collections.abc import Callable
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
 
 from iris import simulator
 from iris.ccl.protocols import CollectivesContext
-from iris.errors import MismatchedCollectiveError, SeveralHostsError
+from iris.errors import MismatchedCollectiveError, PendingCallError, SeveralHostsError
 from iris.experts import checks
 from iris.experts.calls import Calls
 from iris.experts.config import ExpertsConfig
 from iris.experts.kernels import choose
 from iris.experts.memory import Memory, extents
+from iris.experts.pending import PendingCall
 from iris.experts.received import Received
 from iris.experts.rounding import power_of_two
 from iris.operators.graph_break import methods_break_graph
@@ -104,6 +106,7 @@ class ExpertParallel:
         self.nbytes = memory.mapping.size
         self._calls = Calls(context, group, members, memory, of_layer, self.dtype, self.config)
 
+    @overload
     def dispatch(
         self,
         x: torch.Tensor,
@@ -113,7 +116,36 @@ class ExpertParallel:
         x_scales: torch.Tensor | None = None,
         quantize: str | None = None,
         layout: str = "expanded",
-    ) -> Received:
+        num_tokens: torch.Tensor | None = None,
+        async_op: Literal[False] = False,
+    ) -> Received: ...
+
+    @overload
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        x_scales: torch.Tensor | None = None,
+        quantize: str | None = None,
+        layout: str = "expanded",
+        num_tokens: torch.Tensor | None = None,
+        async_op: Literal[True],
+    ) -> PendingCall[Received]: ...
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        x_scales: torch.Tensor | None = None,
+        quantize: str | None = None,
+        layout: str = "expanded",
+        num_tokens: torch.Tensor | None = None,
+        async_op: bool = False,
+    ) -> "Received | PendingCall[Received]":
         """Send each token to the ranks of its experts, once to each rank, and place its row for each expert.
 
         Collective; does not block the host.
@@ -139,6 +171,14 @@ class ExpertParallel:
             ranks. As for an x of fp8, the first call compiles.
         layout : "expanded", "compact"
             How rows lie: see `Received`.
+        num_tokens : torch.Tensor, optional
+            int32 ``[1]``: on the device, how many tokens there are, the first ones of ``x``; at most as many as that
+            has, and at least none. For graphs, of which each replay has another number. `combine` writes as many rows
+            of its result, and leaves the others as they are. A rank may give it where others do not. The first call
+            with it compiles.
+        async_op : bool
+            Enqueue what sends alone, and return a `PendingCall`, whose ``wait()`` enqueues what receives and returns
+            the result. The same on all ranks. The first such call compiles.
 
         Raises
         ------
@@ -149,7 +189,31 @@ class ExpertParallel:
         GroupAbortedError
             The group is broken by an earlier call.
         """
-        return self._calls.dispatch(x, topk_ids, topk_weights, x_scales, quantize, layout)
+        return self._calls.dispatch(x, topk_ids, topk_weights, x_scales, quantize, layout, num_tokens, async_op)
+
+    @overload
+    def combine(
+        self,
+        y: torch.Tensor,
+        received: Received,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def combine(
+        self,
+        y: torch.Tensor,
+        received: Received,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        async_op: Literal[True],
+    ) -> PendingCall[torch.Tensor]: ...
 
     def combine(
         self,
@@ -158,7 +222,9 @@ class ExpertParallel:
         topk_weights: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        async_op: bool = False,
+    ) -> "torch.Tensor | PendingCall[torch.Tensor]":
         """Add up what the experts have made of each token, and return it to the token's rank; ends ``received``.
 
         ``out[t]`` is the sum of ``weights[t, k] * y[the row of token t for its k-th expert]``, and 0 for a token
@@ -178,24 +244,44 @@ class ExpertParallel:
             more than those.
         out : torch.Tensor, optional
             ``[tokens, hidden]`` of ``dtype``, contiguous, apart from ``y``. Without it the result is allocated.
+        bias : torch.Tensor, or a pair of them, optional
+            ``[tokens, hidden]`` of ``dtype`` each, added to the result, in float32, before it is rounded: behind the
+            sum of all ranks, the first one first. For a residual, or what a shared expert has made. A rank may have
+            one where others have none. It may be ``out``, in the same memory. The first call with one compiles.
+        async_op : bool
+            As of `dispatch`; ``wait()`` returns the result. ``received`` ends with the call, its memory with the wait.
 
         Raises
         ------
         InvalidExpertsError
-            Tensors do not fit, or ``received`` is of another `ExpertParallel`.
+            Tensors do not fit, ``out`` lies across ``bias``, or ``received`` is of another `ExpertParallel`.
         ReceivedUsedUpError
             ``received`` was combined or released before.
         GroupAbortedError
             The group is broken by an earlier call.
         """
-        return self._calls.combine(y, received, topk_weights, out)
+        return self._calls.combine(y, received, topk_weights, out, bias, async_op)
 
     def close(self) -> None:
         """Give the memory back. Local. A second call does nothing.
 
         The caller guarantees that no kernel of these calls runs any more, on any rank, and that no graph that has
         captured one will be replayed.
+
+        Raises
+        ------
+        PendingCallError
+            Nobody has waited for a call with ``async_op=True``. It stays open.
         """
+        if self._calls.pending:
+            raise PendingCallError(
+                f"close() comes before wait() of {' and '.join(self._calls.pending.values())}, with async_op=True: "
+                "what other ranks have sent was not received. Wait for each of them first."
+            )
+        self._close()
+
+    def _close(self) -> None:
+        """Whatever is not waited for: a later wait() says that it was closed."""
         if self._calls.close():
             self._closed(self)
 

@@ -87,6 +87,14 @@ class Scales(NamedTuple):
     """``[rows, SCALES]``, of the layout."""
 
 
+class Bias(NamedTuple):
+    """What combine adds to its result, ``[tokens, H]`` each."""
+
+    first: Any
+    second: Any
+    """Or None."""
+
+
 class Form(NamedTuple):
     """What rows are when they travel: a constant of dispatch."""
 

@@ -13,10 +13,11 @@ from iris.errors import InvalidConfigError
 from iris.experts.combine import combine
 from iris.experts.config import ExpertsConfig
 from iris.experts.dispatch import dispatch
-from iris.experts.kernel_arguments import Extents, FewTokens, Scales
+from iris.experts.kernel_arguments import Bias, Extents, FewTokens, Scales
 from iris.experts.low_latency import memory as low_latency
 from iris.experts.low_latency.combine import combine as low_latency_combine
 from iris.experts.low_latency.dispatch import dispatch as low_latency_dispatch
+from iris.experts.rows import NOT
 from iris.language.target import architecture, threads_per_warp
 
 # Of a program. Two of them, one that sends and one that receives, share a multiprocessor, so that one computes while
@@ -70,14 +71,17 @@ def kernels_of(extents: Extents | FewTokens) -> Kernels:
 
 def _dispatch_arguments(memory: tuple, given: tuple, tail: tuple) -> tuple:
     slot, layout, scales = memory
-    x, topk_ids, topk_weights, *factors = given
-    if factors:
-        scales = Scales(*factors, *scales[1:])
+    x, topk_ids, topk_weights, *others = given
+    _, _, _, form, _, _ = tail
+    if form.SCALES and form.QUANTIZE == NOT.value:
+        scales = Scales(others.pop(0), *scales[1:])
         x = x.view(BYTES) if isinstance(x, torch.Tensor) else x
-    return slot, x, scales, topk_ids, topk_weights, layout, *tail
+    num_tokens = others[0] if others else None
+    return slot, x, scales, topk_ids, topk_weights, layout, num_tokens, *tail
 
 
 def _combine_arguments(memory: tuple, given: tuple, tail: tuple) -> tuple:
     slot, (_, _, _, places), _ = memory
-    y, topk_weights, out = given
-    return slot, y, topk_weights, places, out, *tail
+    y, topk_weights, out, *biases = given
+    bias = Bias(biases[0], biases[1] if len(biases) > 1 else None) if biases else None
+    return slot, y, topk_weights, places, out, bias, *tail

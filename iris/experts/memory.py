@@ -20,8 +20,17 @@ and "receiver p" are the p-th of them. The symmetric part of a slot:
 
 Rows of fp8 lie in the first part of ``rows``, and their factors behind them.
 
+A call is one launch, or with ``async_op=True`` two: its senders alone, P programs, and behind them its receivers. Other
+calls may lie in between, but none of this slot: the host gives it to no other dispatch before the receivers of the
+combine are enqueued. So "a launch behind" a call is behind both halves, and a combine is behind the receivers of its
+dispatch, which return what it is given.
+
 ``calls`` counts the dispatches of the slot, and the combine of one has its number. So a replayed graph needs nothing of
-the host. The flags only rise and are never reset; waits are for a value to be *reached*, by a wrapping difference.
+the host. Each program has a word of its own, to which it adds 1 at the end of its launch of a dispatch. A dispatch has
+one launch of its senders and one of its receivers, or one of both; so either kind finds n - 1 in the n-th, whether the
+others of the same dispatch have ended or not, and in combine n both find n.
+
+The flags only rise and are never reset; waits are for a value to be *reached*, by a wrapping difference.
 Each is a release at system scope behind what its program has stored, and is waited for with acquire:
 
 1. ``routed[s]`` is n P when all senders of rank s have sent tokens, tallies, ids and weights of dispatch n: none adds
@@ -35,9 +44,9 @@ Each is a release at system scope behind what its program has stored, and is wai
 Why dispatch n + 1 of rank s may write to d what dispatch n wrote: it is a launch behind combine n of s, whose receivers
 have all waited for the last value of ``returned[d, p]``, each for its p. So all senders of d's combine had read what
 they read of other ranks; d's receivers read their own rank's tokens, ids and weights alone, and ``partials``, of which
-below. What d's dispatch n reads, it had read when d's combine began, a launch behind it. The host gives a slot to
-another dispatch only behind the combine; without one, `Received.release` enqueues a barrier of all ranks, which does
-the same.
+below. What d's dispatch n reads, its receivers had read when d's combine began, a launch behind them. The host gives a
+slot to another dispatch only behind the combine; without one, `Received.release` enqueues a barrier of all ranks, which
+does the same.
 
 Why combine n of s may write weights to d: nothing reads them in dispatch, and d's combine n - 1 is over, by the above.
 

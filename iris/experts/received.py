@@ -47,7 +47,7 @@ class Received:
         Of rows of fp8, float32: of the shape of ``rows``, with 1 or ``hidden / 128`` (rounded up) in place of
         ``hidden``: what a row, or each 128 of its elements, is to be multiplied by.
     num_tokens : int
-        Of this rank, as they were dispatched.
+        Of this rank, as they were dispatched; at most, where a tensor said how many there are.
     weighted : bool
         Whether weights came with the dispatch.
     """

@@ -41,9 +41,9 @@ class ExpertParallels:
     def forget(self, group: dist.ProcessGroup) -> None:
         """Close those of a group. The caller guarantees that no kernel of them runs any more on this rank."""
         for made in [made for made, of in self._open.items() if of is group]:
-            made.close()
+            made._close()
 
     def close(self) -> None:
         """Close all. The caller guarantees that no kernel of them runs any more, on any rank."""
         for made in [*self._open]:
-            made.close()
+            made._close()

@@ -5,6 +5,26 @@ import triton.language as tl
 
 from iris.language.barrier import lanes
 
+# What a launch does: all of a call; or one of its halves: what sends, or behind it what receives.
+WHOLE, SEND, RECEIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def number_of_program(PHASE: tl.constexpr, EXTENTS: tl.constexpr):
+    """Among those that send and, behind them, those that receive."""
+    program = tl.program_id(0)
+    if PHASE == RECEIVE:
+        program += EXTENTS.PROGRAMS
+    return program
+
+
+@triton.jit
+def tokens_of(tokens, num_tokens):
+    """How many of ``tokens`` there are: all, or as many as ``num_tokens`` says, where that is not None."""
+    if num_tokens is not None:
+        tokens = tl.minimum(tl.maximum(tl.load(num_tokens), 0), tokens)
+    return tokens
+
 
 @triton.jit
 def chunk_of(tokens, program, EXTENTS: tl.constexpr):

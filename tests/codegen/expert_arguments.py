@@ -5,12 +5,13 @@ import torch
 from codegen.collective_arguments import BF16, FLOAT32, INT16, INT32, INT64
 from iris.experts.combine import GIVEN, combine
 from iris.experts.dispatch import dispatch
-from iris.experts.kernel_arguments import Form, Layout, LowLatencySlot, Scales, Slot
+from iris.experts.kernel_arguments import Bias, Form, Layout, LowLatencySlot, Scales, Slot
 from iris.experts.low_latency.combine import combine as combine_few
 from iris.experts.low_latency.dispatch import dispatch as dispatch_few
 from iris.experts.low_latency.memory import few_tokens
 from iris.experts.memory import extents
 from iris.experts.padding import zero_padding
+from iris.experts.routing import WHOLE
 from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
 
 EXPERT_KERNELS = (dispatch, combine, dispatch_few, combine_few, zero_padding)
@@ -21,9 +22,22 @@ LAYOUT = Layout(BF16, INT32, INT32, INT32)
 EXPERTS = {
     **{"slot": SLOT, "layout": LAYOUT, "EXTENTS": EXTENTS, "topk_ids": INT64, "topk_weights": FLOAT32, "places": INT32},
     **dict.fromkeys(["x", "y", "out"], BF16),
-    **{"scales": None, "FORM": Form(), "tokens": 128, "weighted": 1, "alignment": 0, "WEIGHTS": GIVEN.value},
+    **{
+        "PHASE": WHOLE.value,
+        "scales": None,
+        "num_tokens": None,
+        "bias": None,
+        "FORM": Form(),
+        "tokens": 128,
+        "weighted": 1,
+        "alignment": 0,
+        "WEIGHTS": GIVEN.value,
+    },
     **{"rows": INT16, "counts": INT32, "offsets": INT32, "ROOM": 32768, "WIDTH": 7168, "BLOCK": 8192},
 }
+
+# What combine may add to its result.
+BIASES = {"a bias": Bias(BF16, None), "two biases": Bias(BF16, BF16)}
 
 # The kernels for few tokens, of which as many programs as tokens have a whole row each, or several share one.
 FEW_SLOT = LowLatencySlot(INT64, *[INT32] * 4, *[INT64] * 4, FLOAT32, INT64, INT32, INT32)

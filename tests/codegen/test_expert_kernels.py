@@ -6,12 +6,15 @@ import re
 import pytest
 
 from codegen import test_every_kernel as every
-from codegen.expert_arguments import forms
+from codegen.collective_arguments import INT32
+from codegen.expert_arguments import BIASES, forms
 from codegen.offline import TARGETS, by_turns, compile_for
 from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED, combine
 from iris.experts.dispatch import dispatch
+from iris.experts.routing import RECEIVE, SEND
 
 FORMS = ("as it is", *forms("sm_90"))
+PHASES = {"sends": SEND.value, "receives": RECEIVE.value}
 WEIGHTS = {"unweighted": UNWEIGHTED, "dispatched": DISPATCHED, "given": GIVEN}
 
 
@@ -21,6 +24,19 @@ def of_form(form, target):
 
 def weighted(name):
     return every.arguments_of(combine, WEIGHTS=WEIGHTS[name].value)
+
+
+def in_halves(kernel, phase):
+    return every.arguments_of(kernel, PHASE=PHASES[phase])
+
+
+def counted():
+    """How many tokens there are is on the device."""
+    return every.arguments_of(dispatch, num_tokens=INT32)
+
+
+def biased(name):
+    return every.arguments_of(combine, WEIGHTS=DISPATCHED.value, bias=BIASES[name])
 
 
 def wide(code, way, target):
@@ -44,8 +60,21 @@ def test_rows_are_added_up_by_16_bytes(target, name):
     assert len(wide(code, "load", target)) >= 9 and wide(code, "store", target)
 
 
-@pytest.mark.parametrize("kernel", by_turns([dispatch, combine]))
+@pytest.mark.parametrize(("target", "name"), by_turns([*itertools.product(TARGETS, BIASES)]))
+def test_biases_are_read_by_16_bytes(target, name):
+    code = compile_for(target, combine, *biased(name), num_warps=4).text
+    without = compile_for(target, combine, *weighted("dispatched"), num_warps=4).text
+    assert len(wide(code, "load", target)) - len(wide(without, "load", target)) >= 1 + (name == "two biases")
+
+
+@pytest.mark.parametrize(
+    "kernel", by_turns([dispatch, combine, "two biases", *itertools.product((dispatch, combine), PHASES)])
+)
 def test_programs_leave_room_for_others(kernel):
     """One that sends and one that receives are on each multiprocessor."""
-    of_both_kinds = 2 * 4 * every.registers_of_a_warp(kernel, every.arguments_of(kernel), 4, maxnreg=192)
+    if isinstance(kernel, tuple):
+        kernel, arguments = kernel[0], in_halves(*kernel)
+    else:
+        kernel, arguments = (combine, biased(kernel)) if kernel in BIASES else (kernel, every.arguments_of(kernel))
+    of_both_kinds = 2 * 4 * every.registers_of_a_warp(kernel, arguments, 4, maxnreg=192)
     assert of_both_kinds <= every.MOST_REGISTERS

@@ -6,9 +6,10 @@ import re
 import pytest
 
 from codegen import test_every_kernel as every
-from codegen.expert_arguments import few, forms
+from codegen.collective_arguments import INT32
+from codegen.expert_arguments import BIASES, few, forms
 from codegen.offline import by_turns, compile_for
-from codegen.test_expert_kernels import FORMS, WEIGHTS, wide
+from codegen.test_expert_kernels import FORMS, PHASES, WEIGHTS, wide
 from iris.ccl.kernel_launch import leaving_room
 from iris.experts.low_latency.combine import combine
 from iris.experts.low_latency.dispatch import dispatch
@@ -37,6 +38,11 @@ def weighted(name, target, tokens):
     return every.arguments_of(combine, WEIGHTS=WEIGHTS[name].value, EXTENTS=few(target, tokens))
 
 
+def biased(name, target, tokens):
+    given = {"WEIGHTS": WEIGHTS["dispatched"].value, "bias": BIASES[name]}
+    return every.arguments_of(combine, **given, EXTENTS=few(target, tokens))
+
+
 def cases(target):
     """(name, kernel, arguments, options) of all."""
     for tokens in TOKENS:
@@ -44,6 +50,14 @@ def cases(target):
             yield f"dispatch {form}, {tokens} tokens", dispatch, of_form(form, target, tokens), options(target, tokens)
         for name in WEIGHTS:
             yield f"combine {name}, {tokens} tokens", combine, weighted(name, target, tokens), options(target, tokens)
+        for name in BIASES:
+            yield f"combine {name}, {tokens} tokens", combine, biased(name, target, tokens), options(target, tokens)
+        given = every.arguments_of(dispatch, num_tokens=INT32, EXTENTS=few(target, tokens))
+        yield f"dispatch of a number on the device, {tokens} tokens", dispatch, given, options(target, tokens)
+        for name, phase in PHASES.items():
+            for kernel in (dispatch, combine):
+                given = every.arguments_of(kernel, PHASE=phase, EXTENTS=few(target, tokens))
+                yield f"{kernel.fn.__name__} {name}, {tokens} tokens", kernel, given, options(target, tokens)
 
 
 CASES = [(target, number) for target in TARGETS for number, _ in enumerate(cases(target))]
@@ -62,7 +76,7 @@ def test_messages_need_no_fence(target, number):
     assert wide(code, "store", target) and (wide(code, "load", target) or "given by" in name)
 
 
-@pytest.mark.parametrize("number", by_turns(range(2 * (len(FORMS) + len(WEIGHTS)))))
+@pytest.mark.parametrize("number", by_turns(range(2 * (len(FORMS) + len(WEIGHTS) + len(BIASES) + 1 + 2 * len(PHASES)))))
 def test_nothing_is_spilled(number):
     _, kernel, arguments, given = next(itertools.islice(cases("sm_90"), number, None))
     instructions = compile_for("sm_90", kernel, *arguments, **given).instructions()

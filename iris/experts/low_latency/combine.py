@@ -11,8 +11,10 @@ rank. Each:
    the first program of a token.
 2. Adds up the rows of tokens of other ranks, in float32, in the order of their choices, and sends the sums.
 3. For its own tokens adds up the rows that are here, waits for the sums of other ranks and clears the messages, and
-   adds all up in the order of ranks.
+   adds all up in the order of ranks, and then what the caller gives besides, its bias.
 4. Program 0 waits until the dispatches of all other ranks are over. Then the next one in this slot may write to them.
+
+Steps 1 and 2, and 3 and 4, may be launches of their own, one behind the other (``async_op=True``).
 
 Who writes which word, and why it may be written again: `iris.experts.low_latency.memory`.
 """
@@ -20,10 +22,10 @@ Who writes which word, and why it may be written again: `iris.experts.low_latenc
 import triton
 import triton.language as tl
 
-from iris.experts.combine import GIVEN, UNWEIGHTED
+from iris.experts.combine import GIVEN, UNWEIGHTED, add_bias, load_bias
 from iris.experts.low_latency.messages import clear, parts_of, pitch_of, receive, room_of, send
 from iris.experts.low_latency.placing import EXPERT, load_places, slice_of
-from iris.experts.routing import any_is, choices, owners
+from iris.experts.routing import RECEIVE, SEND, any_is, choices, owners
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -184,6 +186,7 @@ def receive_sums(
     places,
     topk_weights,
     out,
+    bias,
     token,
     element: tl.constexpr,
     WEIGHTS: tl.constexpr,
@@ -209,9 +212,13 @@ def receive_sums(
     for round in range(EXTENTS.COLUMNS // ROUND):
         first = slice_of(EXTENTS) * EXTENTS.COLUMNS + round * ROUND
         own = add_up(y, rows, weights, first, WEIGHTS=WEIGHTS, PARTS=PARTS, PART=PART, ROOM=ROOM, EXTENTS=EXTENTS)
-        totals = ()
-        for _ in tl.static_range(PARTS):
+        # Before the sums are waited for.
+        column = tl.arange(0, ROOM)
+        begin_of_row = tl.cast(token, tl.int64) * EXTENTS.H + first
+        totals, to_add = (), ()
+        for part in tl.static_range(PARTS):
             totals += (tl.zeros((ROOM,), dtype=tl.float32),)
+            to_add += (load_bias(bias, begin_of_row + part * PART + column, column < PART),)
         for expert_rank in tl.static_range(W):
             comes = any_is(owner, expert_rank) & (expert_rank != rank)
             begin = message(slot, expert_rank, token, SUM=SUM, EXTENTS=EXTENTS) + round * pitch_of(ROUND, element)
@@ -223,10 +230,10 @@ def receive_sums(
                 # A sum is never -0 here, so that 0 changes nothing.
                 sums += (totals[part] + tl.where(expert_rank == rank, own[part], other),)
             totals = sums
-        column = tl.arange(0, ROOM)
         for part in tl.static_range(PARTS):
+            total = add_bias(totals[part], to_add[part])
             at = out + tl.cast(token, tl.int64) * EXTENTS.H + (first + part * PART + column)
-            tl.store(at, totals[part].to(element), mask=column < PART)
+            tl.store(at, total.to(element), mask=column < PART)
     # Threads clear what others have read.
     cta_sync()
     for expert_rank in range(EXTENTS.W):
@@ -236,7 +243,9 @@ def receive_sums(
 
 
 @triton.jit
-def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+def combine(
+    slot, y, topk_weights, places, out, bias, WEIGHTS: tl.constexpr, PHASE: tl.constexpr, EXTENTS: tl.constexpr
+):
     """As `iris.experts.combine.combine`, but for ``slot`` and ``EXTENTS``: `LowLatencySlot` and `FewTokens`."""
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     gdc_wait()
@@ -250,30 +259,49 @@ def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: 
     # The number of the dispatch, which is over.
     call, tokens = tl.load(slot.calls + program), tl.load(slot.tokens)
     first = program // EXTENTS.SPLIT
-    if program == 0:
-        announce_end(ctx, slot, call, EXTENTS=EXTENTS)
-    if (WEIGHTS == GIVEN) & (slice_of(EXTENTS) == 0):
-        for token in range(first, EXTENTS.M, AT_ONCE):
-            send_weights(
-                ctx,
-                slot,
-                topk_weights,
-                token=token,
-                tokens=tokens,
-                call=call,
-                EXTENTS=EXTENTS,
-            )
-    for distance in range(1, EXTENTS.W):
-        source = (rank + distance) % EXTENTS.W
-        for token in range(first, EXTENTS.M, AT_ONCE):
-            send_sums(
+    if PHASE != RECEIVE:
+        if program == 0:
+            announce_end(ctx, slot, call, EXTENTS=EXTENTS)
+        if (WEIGHTS == GIVEN) & (slice_of(EXTENTS) == 0):
+            for token in range(first, EXTENTS.M, AT_ONCE):
+                send_weights(
+                    ctx,
+                    slot,
+                    topk_weights,
+                    token=token,
+                    tokens=tokens,
+                    call=call,
+                    EXTENTS=EXTENTS,
+                )
+        for distance in range(1, EXTENTS.W):
+            source = (rank + distance) % EXTENTS.W
+            for token in range(first, EXTENTS.M, AT_ONCE):
+                send_sums(
+                    ctx,
+                    slot,
+                    y,
+                    places=places,
+                    token=token,
+                    source=source,
+                    call=call,
+                    element=element,
+                    WEIGHTS=WEIGHTS,
+                    PARTS=PARTS,
+                    PART=PART,
+                    ROOM=ROOM,
+                    EXTENTS=EXTENTS,
+                )
+    if PHASE != SEND:
+        for token in range(first, tokens, AT_ONCE):
+            receive_sums(
                 ctx,
                 slot,
                 y,
                 places=places,
+                topk_weights=topk_weights,
+                out=out,
+                bias=bias,
                 token=token,
-                source=source,
-                call=call,
                 element=element,
                 WEIGHTS=WEIGHTS,
                 PARTS=PARTS,
@@ -281,21 +309,5 @@ def combine(slot, y, topk_weights, places, out, WEIGHTS: tl.constexpr, EXTENTS: 
                 ROOM=ROOM,
                 EXTENTS=EXTENTS,
             )
-    for token in range(first, tokens, AT_ONCE):
-        receive_sums(
-            ctx,
-            slot,
-            y,
-            places=places,
-            topk_weights=topk_weights,
-            out=out,
-            token=token,
-            element=element,
-            WEIGHTS=WEIGHTS,
-            PARTS=PARTS,
-            PART=PART,
-            ROOM=ROOM,
-            EXTENTS=EXTENTS,
-        )
-    if program == 0:
-        await_ends(ctx, slot, call, EXTENTS=EXTENTS)
+        if program == 0:
+            await_ends(ctx, slot, call, EXTENTS=EXTENTS)

@@ -22,8 +22,9 @@ a token. With T tokens at a time, the programs of token t serve t, t + T, ... of
    stores that to the experts' places, and clears the message. Own rows have gone nowhere.
 
 Nothing is waited for in step 1, so it is over on every rank whose programs are resident; there are fewer of these than
-multiprocessors. Steps 2 and 3: `iris.experts.low_latency.placing`. Who writes which word, and why it may be written
-again: `iris.experts.low_latency.memory`.
+multiprocessors. Step 1 and the others may be launches of their own, one behind the other (``async_op=True``): then a
+program loads its slices anew. Steps 2 and 3: `iris.experts.low_latency.placing`. Who writes which word, and why it may
+be written again: `iris.experts.low_latency.memory`.
 """
 
 import triton
@@ -40,7 +41,7 @@ from iris.experts.low_latency.placing import (
     regions,
     slice_of,
 )
-from iris.experts.routing import any_is, choices, load_experts, owners
+from iris.experts.routing import RECEIVE, SEND, WHOLE, any_is, choices, load_experts, owners, tokens_of
 from iris.experts.rows import BY_BLOCK, NOT, SMALLEST, divide_blocks
 from iris.language.address import translate
 from iris.language.context import DeviceContext
@@ -251,55 +252,60 @@ def dispatch(
     topk_ids,
     topk_weights,
     layout,
+    num_tokens,
     tokens,
     weighted,
     alignment,
     FORM: tl.constexpr,
+    PHASE: tl.constexpr,
     EXTENTS: tl.constexpr,
 ):
     """As `iris.experts.dispatch.dispatch`, but for ``slot`` and ``EXTENTS``: `LowLatencySlot` and `FewTokens`."""
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     bases = peers(ctx, EXTENTS.W)
     gdc_wait()
+    tokens = tokens_of(tokens, num_tokens)
     program = tl.program_id(0)
     element: tl.constexpr = layout.rows.dtype.element_ty
     AT_ONCE: tl.constexpr = EXTENTS.PROGRAMS // EXTENTS.SPLIT
     first = program // EXTENTS.SPLIT
+    # A program that has one token keeps its slice in registers.
+    AT_END: tl.constexpr = (PHASE == WHOLE) & (EXTENTS.M <= AT_ONCE)
     call = tl.load(slot.calls + program) + 1
-    for token in range(first, EXTENTS.M, AT_ONCE):
-        blocks, factors = begin_token(
-            ctx,
-            slot,
-            x,
-            scales=scales,
-            topk_ids=topk_ids,
-            topk_weights=topk_weights,
-            token=token,
-            tokens=tokens,
-            weighted=weighted,
-            call=call,
-            bases=bases,
-            element=element,
-            FORM=FORM,
-            EXTENTS=EXTENTS,
-        )
-        # A program that has one token keeps its slice in registers.
-        if EXTENTS.M <= AT_ONCE:
-            end_token(
+    if PHASE != RECEIVE:
+        for token in range(first, EXTENTS.M, AT_ONCE):
+            blocks, factors = begin_token(
                 ctx,
                 slot,
-                scales,
-                layout=layout,
+                x,
+                scales=scales,
+                topk_ids=topk_ids,
+                topk_weights=topk_weights,
                 token=token,
+                tokens=tokens,
                 weighted=weighted,
-                alignment=alignment,
                 call=call,
-                blocks=blocks,
-                factors=factors,
+                bases=bases,
+                element=element,
                 FORM=FORM,
                 EXTENTS=EXTENTS,
             )
-    if EXTENTS.M > AT_ONCE:
+            if AT_END:
+                end_token(
+                    ctx,
+                    slot,
+                    scales,
+                    layout=layout,
+                    token=token,
+                    weighted=weighted,
+                    alignment=alignment,
+                    call=call,
+                    blocks=blocks,
+                    factors=factors,
+                    FORM=FORM,
+                    EXTENTS=EXTENTS,
+                )
+    if (PHASE != SEND) & (not AT_END):
         for token in range(first, EXTENTS.M, AT_ONCE):
             there = FORM.MOVES & (token < tokens)
             blocks, factors = load_slice(x, scales, token, there=there, FORM=FORM, EXTENTS=EXTENTS)
@@ -320,6 +326,7 @@ def dispatch(
                 FORM=FORM,
                 EXTENTS=EXTENTS,
             )
-    if program == 0:
-        tl.store(slot.tokens, tl.cast(tokens, tl.int32))
-    store_after_sync(slot.calls + program, call)
+    if PHASE != SEND:
+        if program == 0:
+            tl.store(slot.tokens, tl.cast(tokens, tl.int32))
+        store_after_sync(slot.calls + program, call)

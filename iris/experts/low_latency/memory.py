@@ -57,6 +57,16 @@ is written anew before all have read the old one; and Lamport's memory is zero w
    nobody waits for n - 1 any more, and combine n, a later launch of the same rank, writes behind it. An old stamp is
    therefore less than 2^17 calls old.
 
+A call is one launch, or with ``async_op=True`` two, of P programs each: step 1 of a dispatch alone, and behind it the
+others; of a combine what it sends, and behind it what it receives. Both halves of dispatch n find n - 1 in ``calls``:
+program p adds 1 at the end of the second one, and no other launch of the slot lies in between, since the host gives it
+to no other dispatch before the second half of the combine is enqueued. Both halves of combine n find n, as they are
+behind the second half of the dispatch, which returns what a combine is given. "A launch behind" dispatch n or combine n
+is therefore behind both halves. In 1. ``over`` is sent in the first half of combine n, and so behind all that dispatch
+n reads, and waited for in the second, which dispatch n + 1 is behind. In 2. ``counts`` is sent in the first half of
+dispatch n + 1 of s, behind all that its combine n reads, and waited for in the second half of that of d, which all of
+d's combine n + 1 is behind. What is refreshed by 6. is written in second halves, behind the same wait.
+
 Who may wait for whom: a dispatch sends all that it has to send before it waits for anything. So does a combine, but for
 sums by weights that are given: these it sends behind the weights of others, which all have sent before they wait.
 
