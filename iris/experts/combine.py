@@ -136,10 +136,10 @@ def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, 
 def load_bias(bias, at, mask):
     """A tuple of what there is to be added, in this order."""
     found = ()
-    if bias is not None:
+    if bias.first is not None:
         found += (tl.load(bias.first + at, mask=mask, other=0),)
-        if bias.second is not None:
-            found += (tl.load(bias.second + at, mask=mask, other=0),)
+    if bias.second is not None:
+        found += (tl.load(bias.second + at, mask=mask, other=0),)
     return found
 
 
@@ -230,7 +230,7 @@ def combine(
     """``y``: the rows that the experts have made, in the layout of the dispatch. ``out``: ``[tokens, H]``.
 
     ``topk_weights``: float32 ``[tokens, K]``, where ``WEIGHTS`` is `GIVEN`. ``places``: of the dispatch's `Layout`.
-    ``bias``: `Bias`, or None. It may be ``out``: each element is read before it is written. ``PHASE``: `WHOLE`,
+    ``bias``: `Bias`. It may be ``out``: each element is read before it is written. ``PHASE``: `WHOLE`,
     with 2 P programs, or a half, with P.
     """
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)

@@ -88,11 +88,10 @@ class Scales(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """What combine adds to its result, ``[tokens, H]`` each."""
+    """What combine adds to its result, ``[tokens, H]`` each, or None."""
 
-    first: Any
-    second: Any
-    """Or None."""
+    first: Any = None
+    second: Any = None
 
 
 class Form(NamedTuple):

@@ -83,5 +83,4 @@ def _dispatch_arguments(memory: tuple, given: tuple, tail: tuple) -> tuple:
 def _combine_arguments(memory: tuple, given: tuple, tail: tuple) -> tuple:
     slot, (_, _, _, places), _ = memory
     y, topk_weights, out, *biases = given
-    bias = Bias(biases[0], biases[1] if len(biases) > 1 else None) if biases else None
-    return slot, y, topk_weights, places, out, bias, *tail
+    return slot, y, topk_weights, places, out, Bias(*biases), *tail

@@ -26,7 +26,7 @@ EXPERTS = {
         "PHASE": WHOLE.value,
         "scales": None,
         "num_tokens": None,
-        "bias": None,
+        "bias": Bias(),
         "FORM": Form(),
         "tokens": 128,
         "weighted": 1,
@@ -37,7 +37,7 @@ EXPERTS = {
 }
 
 # What combine may add to its result.
-BIASES = {"a bias": Bias(BF16, None), "two biases": Bias(BF16, BF16)}
+BIASES = {"a bias": Bias(BF16), "two biases": Bias(BF16, BF16)}
 
 # The kernels for few tokens, of which as many programs as tokens have a whole row each, or several share one.
 FEW_SLOT = LowLatencySlot(INT64, *[INT32] * 4, *[INT64] * 4, FLOAT32, INT64, INT32, INT32)
