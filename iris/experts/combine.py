@@ -38,6 +38,7 @@ from iris.experts.routing import (
     steps_of,
     wait_others,
 )
+from iris.experts.statistics import begin_wait, end_combine_wait
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -207,7 +208,21 @@ def send(ctx, slot, y, topk_weights, places, call, WEIGHTS: tl.constexpr, EXTENT
 
 
 @triton.jit
-def receive(ctx, slot, y, places, out, bias, program, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+def wait_for_sums(ctx, slot, flags, program, value, statistics, EXTENTS: tl.constexpr):
+    """Until program ``program`` of all others has raised ``returned`` to this value. ``flags``: where these are."""
+    if statistics is not None:
+        # One rank behind the other, so that time is of one of them.
+        for distance in range(1, EXTENTS.W):
+            source = (ctx.cur_rank + distance) % EXTENTS.W
+            begun = begin_wait(statistics)
+            ctx.wait(slot.returned + source * EXTENTS.PROGRAMS + program, value, cmp="reached")
+            end_combine_wait(statistics, source, begun)
+    else:
+        wait_others(ctx, flags, value)
+
+
+@triton.jit
+def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """Step 4."""
     if WEIGHTS == GIVEN:
         # Own ones are stored by the program that sends them.
@@ -216,21 +231,33 @@ def receive(ctx, slot, y, places, out, bias, program, call, WEIGHTS: tl.constexp
     first, last = chunk_of(tl.load(slot.tokens + ctx.cur_rank), program, EXTENTS)
     steps = steps_of(first, last, EXTENTS)
     for step in range(steps):
-        wait_others(ctx, flags, call * EXTENTS.STEPS + step + 1)
+        value = call * EXTENTS.STEPS + step + 1
+        wait_for_sums(ctx, slot, flags, program=program, value=value, statistics=statistics, EXTENTS=EXTENTS)
         begin = first + step * EXTENTS.STEP
         end = tl.minimum(begin + EXTENTS.STEP, last)
         receive_sums(ctx, slot, y, places, out=out, bias=bias, first=begin, last=end, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-    wait_others(ctx, flags, call * EXTENTS.STEPS + EXTENTS.STEPS - 1)
+    last_value = call * EXTENTS.STEPS + EXTENTS.STEPS - 1
+    wait_for_sums(ctx, slot, flags, program=program, value=last_value, statistics=statistics, EXTENTS=EXTENTS)
 
 
 @triton.jit
 def combine(
-    slot, y, topk_weights, places, out, bias, WEIGHTS: tl.constexpr, PHASE: tl.constexpr, EXTENTS: tl.constexpr
+    slot,
+    y,
+    topk_weights,
+    places,
+    out,
+    bias,
+    statistics,
+    WEIGHTS: tl.constexpr,
+    PHASE: tl.constexpr,
+    EXTENTS: tl.constexpr,
 ):
     """``y``: the rows that the experts have made, in the layout of the dispatch. ``out``: ``[tokens, H]``.
 
     ``topk_weights``: float32 ``[tokens, K]``, where ``WEIGHTS`` is `GIVEN`. ``places``: of the dispatch's `Layout`.
-    ``bias``: `Bias`. It may be ``out``: each element is read before it is written. ``PHASE``: `WHOLE`,
+    ``bias``: `Bias`. It may be ``out``: each element is read before it is written. ``statistics``:
+    `Statistics`, or None. ``PHASE``: `WHOLE`,
     with 2 P programs, or a half, with P.
     """
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
@@ -248,6 +275,7 @@ def combine(
             places,
             out=out,
             bias=bias,
+            statistics=statistics,
             program=program - EXTENTS.PROGRAMS,
             call=call,
             WEIGHTS=WEIGHTS,

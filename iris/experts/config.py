@@ -29,6 +29,8 @@ class ExpertsConfig:
         Whether rows travel as messages that need no flag, by which few tokens take the least time, and many take more.
         By default where ``ranks * max_tokens * top_k`` is 4096 or less, of up to 8 ranks; never on CDNA3. NaNs do not
         keep their bits then.
+    statistics : bool
+        Whether kernels count rows and time for `ExpertParallel.statistics`. It costs them some time.
     """
 
     in_flight: int = 2
@@ -36,6 +38,7 @@ class ExpertsConfig:
     alignment: int = 128
     num_sms: int | None = None
     low_latency: bool | None = None
+    statistics: bool = False
 
     def __post_init__(self) -> None:
         for name, most in LARGEST.items():
@@ -51,6 +54,10 @@ class ExpertsConfig:
         if self.low_latency is not None and not isinstance(self.low_latency, bool):
             raise InvalidConfigError(
                 f"ExpertsConfig(low_latency={self.low_latency!r:.60}) cannot work: low_latency is a bool, or None."
+            )
+        if not isinstance(self.statistics, bool):
+            raise InvalidConfigError(
+                f"ExpertsConfig(statistics={self.statistics!r:.60}) cannot work: statistics is a bool."
             )
         layouts = self.layouts
         if (

@@ -43,6 +43,7 @@ from iris.experts.routing import (
     tokens_of,
 )
 from iris.experts.rows import NOT, copy_rows, send_rows
+from iris.experts.statistics import begin_wait, count_rows, end_dispatch_wait
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -181,17 +182,27 @@ def place_step(slot, x, scales, layout, source, rank, first, last, start, FORM: 
 
 
 @triton.jit
-def receive(ctx, slot, x, scales, layout, program, call, alignment, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+def receive(
+    ctx, slot, x, scales, layout, statistics, program, call, alignment, FORM: tl.constexpr, EXTENTS: tl.constexpr
+):
     """Steps 3 and 4."""
     DIVIDED: tl.constexpr = FORM.QUANTIZE != NOT
     rank, peers = ctx.cur_rank, lanes()
-    ctx._wait_ranks(
-        flag_ptrs=slot.routed + peers,
-        wanted=call * EXTENTS.PROGRAMS + 0 * peers,
-        here=peers < EXTENTS.W,
-        first=0,
-        num_ranks=EXTENTS.W,
-    )
+    if statistics is not None:
+        # One rank behind the other, so that time is of one of them.
+        for distance in range(EXTENTS.W):
+            source = (rank + distance) % EXTENTS.W
+            begun = begin_wait(statistics)
+            ctx.wait(slot.routed + source, call * EXTENTS.PROGRAMS, cmp="reached")
+            end_dispatch_wait(statistics, source, begun)
+    else:
+        ctx._wait_ranks(
+            flag_ptrs=slot.routed + peers,
+            wanted=call * EXTENTS.PROGRAMS + 0 * peers,
+            here=peers < EXTENTS.W,
+            first=0,
+            num_ranks=EXTENTS.W,
+        )
     most = tl.max(tl.load(slot.tokens + peers, mask=peers < EXTENTS.W, other=0), axis=0)
     # Programs before this one have tokens if it has; the first writes what there is of all.
     if (program < most) | (program == 0):
@@ -210,7 +221,9 @@ def receive(ctx, slot, x, scales, layout, program, call, alignment, FORM: tl.con
                     # Own rows have not gone anywhere, unless they were divided.
                     if FORM.MOVES & ((source != rank) | DIVIDED):
                         flag = slot.sent + source * EXTENTS.PROGRAMS + program
+                        begun = begin_wait(statistics)
                         ctx.wait(flag, call * EXTENTS.STEPS + step + 1, cmp="reached")
+                        end_dispatch_wait(statistics, source, begun)
                     of_source = (tl.arange(0, EXTENTS.RANKS) == source)[:, None]
                     placed = place_step(
                         slot,
@@ -231,6 +244,7 @@ def receive(ctx, slot, x, scales, layout, program, call, alignment, FORM: tl.con
             tl.store(layout.counts + expert, total, mask=expert < EXTENTS.LOCAL)
             tl.store(layout.offsets + expert, begin, mask=expert < EXTENTS.LOCAL)
             tl.store(layout.offsets + EXTENTS.LOCAL, tl.max(end, axis=0))
+            count_rows(statistics, expert, total, expert < EXTENTS.LOCAL)
 
 
 @triton.jit(do_not_specialize=["tokens", "weighted", "alignment"])
@@ -242,6 +256,7 @@ def dispatch(
     topk_weights,
     layout,
     num_tokens,
+    statistics,
     tokens,
     weighted,
     alignment,
@@ -253,6 +268,7 @@ def dispatch(
 
     ``topk_weights``: float32, likewise, sent if ``weighted``. ``slot``, ``layout``: `Slot` and `Layout`. ``scales``:
     `Scales`, or None. ``num_tokens``: int32 ``[1]``, how many of the tokens are dispatched, or None for all.
+    ``statistics``: `Statistics`, or None.
     ``alignment``: of an expert's first row in the compact layout, 0 for the expanded one. ``FORM`` and ``EXTENTS``:
     `Form` and `Extents`. ``PHASE``: `WHOLE`, with 2 P programs, or a half, with P.
     """
@@ -282,6 +298,7 @@ def dispatch(
             x,
             scales=scales,
             layout=layout,
+            statistics=statistics,
             program=program - EXTENTS.PROGRAMS,
             call=call,
             alignment=alignment,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from iris import simulator
 from iris.ccl.protocols import CollectivesContext
-from iris.errors import MismatchedCollectiveError, PendingCallError, SeveralHostsError
+from iris.errors import InvalidExpertsError, MismatchedCollectiveError, PendingCallError, SeveralHostsError
 from iris.experts import checks
 from iris.experts.calls import Calls
 from iris.experts.config import ExpertsConfig
@@ -17,6 +17,7 @@ from iris.experts.memory import Memory, extents
 from iris.experts.pending import PendingCall
 from iris.experts.received import Received
 from iris.experts.rounding import power_of_two
+from iris.experts.statistics import Statistics
 from iris.operators.graph_break import methods_break_graph
 
 # Programs of a launch in the simulator.
@@ -261,6 +262,26 @@ class ExpertParallel:
             The group is broken by an earlier call.
         """
         return self._calls.combine(y, received, topk_weights, out, bias, async_op)
+
+    def statistics(self) -> Statistics:
+        """What this rank's kernels have counted, on the device. Local; waits for nothing.
+
+        The tensors are those that kernels add to, so a program may set them to zero, by their streams' order.
+
+        Raises
+        ------
+        InvalidExpertsError
+            They were not asked for by `ExpertsConfig.statistics`.
+        HeapClosedError
+            The `ExpertParallel` was closed.
+        """
+        found = self._calls.open_memory().statistics
+        if found is None:
+            raise InvalidExpertsError(
+                "statistics() has nothing to show: kernels count only with ExpertsConfig(statistics=True), which costs "
+                "time. Make the experts with it."
+            )
+        return found
 
     def close(self) -> None:
         """Give the memory back. Local. A second call does nothing.

@@ -67,6 +67,7 @@ from iris.experts.config import ExpertsConfig
 from iris.experts.kernel_arguments import Extents, FewTokens, Layout, LowLatencySlot, Scales, Slot
 from iris.experts.low_latency.memory import shapes
 from iris.experts.rounding import ceil_div, power_of_two
+from iris.experts.statistics import Statistics
 from iris.heap import mapping
 from iris.language.context_tensor import context_tensor
 from iris.runtime.workspace import Workspace
@@ -191,6 +192,8 @@ class Memory:
         Of each slot, for `iris.ops.combine_in_stages` alone.
     layouts : list of dict
         Of each slot, by the layout's name, what kernels take, a `Layout`.
+    statistics : Statistics or None
+        Of all slots, if they are asked for; of this rank alone.
     """
 
     def __init__(
@@ -232,6 +235,12 @@ class Memory:
             ],
             device,
         )
+        self.statistics: Statistics | None = None
+        if config.statistics:
+            shapes = (extents.LOCAL, extents.W, extents.W)
+            self.statistics = keep(
+                lambda: Statistics(*[torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes]), device
+            )
         group.all_gather(None, "the memory of expert parallelism")
 
     def narrow(

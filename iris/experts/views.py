@@ -7,6 +7,7 @@ import torch
 
 from iris.experts.kernel_arguments import Extents, FewTokens, Layout, LowLatencySlot, Scales, Slot
 from iris.experts.memory import Memory
+from iris.experts.statistics import Statistics
 from iris.runtime.launch import addresses
 
 
@@ -23,8 +24,8 @@ class Views(NamedTuple):
     """``tensors``: as kernels are compiled for them. ``launched``: with an address in the place of each; in the
     simulator the same. The rest: as `Received` has it."""
 
-    tensors: tuple[Slot | LowLatencySlot, Layout, Scales | None]
-    launched: tuple[Any, Any, Any]
+    tensors: tuple[Slot | LowLatencySlot, Layout, Scales | None, Statistics | None]
+    launched: tuple[Any, Any, Any, Any]
     rows: torch.Tensor
     counts: torch.Tensor
     offsets: torch.Tensor
@@ -42,14 +43,14 @@ def views_of(memory: Memory, number: int, format: Format, extents: Extents | Few
     shape = shape_of_rows(extents, format.layout, len(layout.rows))
     rows = layout.rows.view(format.received_as).view(shape)
     factors = None if scales is None else scales.placed.view(*shape[:-1], format.scales)
-    tensors = (slot, layout, scales)
+    tensors = (slot, layout, scales, memory.statistics)
     return Views(tensors, addresses(tensors), rows, layout.counts, layout.offsets, factors)
 
 
 def with_rows(views: Views, rows: torch.Tensor) -> Views:
     """The same, where rows ``[rows, H]`` go to other memory."""
-    slot, layout, scales = views.tensors
-    tensors = (slot, layout._replace(rows=rows), scales)
+    slot, layout, scales, statistics = views.tensors
+    tensors = (slot, layout._replace(rows=rows), scales, statistics)
     return views._replace(tensors=tensors, launched=addresses(tensors))
 
 

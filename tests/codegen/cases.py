@@ -169,7 +169,7 @@ def _clusters() -> Iterator[Case]:
 
 
 def _experts(target: str) -> Iterator[Case]:
-    """Dispatch of fp8, or of a number on the device; combine by other weights, with biases; both in halves."""
+    """Dispatch of fp8, or of a number on the device; combine by other weights, or biased; halves; with statistics."""
     warps = {"num_warps": 4}
     for form in experts.FORMS:
         yield Case(f"experts dispatch {form}", experts.dispatch, experts.of_form(form, target), warps)
@@ -178,6 +178,8 @@ def _experts(target: str) -> Iterator[Case]:
     for name in experts.BIASES:
         yield Case(f"experts combine {name}", experts.combine, experts.biased(name), warps)
     yield Case("experts dispatch of a number on the device", experts.dispatch, experts.counted(), warps)
+    for kernel in (experts.dispatch, experts.combine):
+        yield Case(f"experts {_named(kernel)} with statistics", kernel, experts.with_statistics(kernel), warps)
     for kernel, phase in itertools.product((experts.dispatch, experts.combine), experts.PHASES):
         yield Case(f"experts {_named(kernel)} {phase}", kernel, experts.in_halves(kernel, phase), warps)
     for name, kernel, arguments, given in low_latency.cases(target if target in low_latency.TARGETS else "gfx950"):

@@ -13,6 +13,7 @@ from iris.experts.memory import extents
 from iris.experts.padding import zero_padding
 from iris.experts.routing import WHOLE
 from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
+from iris.experts.statistics import Statistics
 
 EXPERT_KERNELS = (dispatch, combine, dispatch_few, combine_few, zero_padding)
 # Of four ranks, as DeepSeek-V3 has them, in bf16.
@@ -26,6 +27,7 @@ EXPERTS = {
         "PHASE": WHOLE.value,
         "scales": None,
         "num_tokens": None,
+        "statistics": None,
         "bias": Bias(),
         "FORM": Form(),
         "tokens": 128,
@@ -38,6 +40,8 @@ EXPERTS = {
 
 # What combine may add to its result.
 BIASES = {"a bias": Bias(BF16), "two biases": Bias(BF16, BF16)}
+
+COUNTED = Statistics(INT64, INT64, INT64)
 
 # The kernels for few tokens, of which as many programs as tokens have a whole row each, or several share one.
 FEW_SLOT = LowLatencySlot(INT64, *[INT32] * 4, *[INT64] * 4, FLOAT32, INT64, INT32, INT32)

@@ -7,7 +7,7 @@ import pytest
 
 from codegen import test_every_kernel as every
 from codegen.collective_arguments import INT32
-from codegen.expert_arguments import BIASES, forms
+from codegen.expert_arguments import BIASES, COUNTED, forms
 from codegen.offline import TARGETS, by_turns, compile_for
 from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED, combine
 from iris.experts.dispatch import dispatch
@@ -33,6 +33,10 @@ def in_halves(kernel, phase):
 def counted():
     """How many tokens there are is on the device."""
     return every.arguments_of(dispatch, num_tokens=INT32)
+
+
+def with_statistics(kernel):
+    return every.arguments_of(kernel, statistics=COUNTED)
 
 
 def biased(name):

@@ -7,7 +7,7 @@ import pytest
 
 from codegen import test_every_kernel as every
 from codegen.collective_arguments import INT32
-from codegen.expert_arguments import BIASES, few, forms
+from codegen.expert_arguments import BIASES, COUNTED, few, forms
 from codegen.offline import by_turns, compile_for
 from codegen.test_expert_kernels import FORMS, PHASES, WEIGHTS, wide
 from iris.ccl.kernel_launch import leaving_room
@@ -52,6 +52,10 @@ def cases(target):
             yield f"combine {name}, {tokens} tokens", combine, weighted(name, target, tokens), options(target, tokens)
         for name in BIASES:
             yield f"combine {name}, {tokens} tokens", combine, biased(name, target, tokens), options(target, tokens)
+        for kernel in (dispatch, combine):
+            given = every.arguments_of(kernel, statistics=COUNTED, EXTENTS=few(target, tokens))
+            name = f"{kernel.fn.__name__} with statistics, {tokens} tokens"
+            yield name, kernel, given, options(target, tokens)
         given = every.arguments_of(dispatch, num_tokens=INT32, EXTENTS=few(target, tokens))
         yield f"dispatch of a number on the device, {tokens} tokens", dispatch, given, options(target, tokens)
         for name, phase in PHASES.items():
@@ -76,7 +80,7 @@ def test_messages_need_no_fence(target, number):
     assert wide(code, "store", target) and (wide(code, "load", target) or "given by" in name)
 
 
-@pytest.mark.parametrize("number", by_turns(range(2 * (len(FORMS) + len(WEIGHTS) + len(BIASES) + 1 + 2 * len(PHASES)))))
+@pytest.mark.parametrize("number", by_turns(range(2 * (len(FORMS) + len(WEIGHTS) + len(BIASES) + 3 + 2 * len(PHASES)))))
 def test_nothing_is_spilled(number):
     _, kernel, arguments, given = next(itertools.islice(cases("sm_90"), number, None))
     instructions = compile_for("sm_90", kernel, *arguments, **given).instructions()

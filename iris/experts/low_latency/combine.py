@@ -26,6 +26,7 @@ from iris.experts.combine import GIVEN, UNWEIGHTED, add_bias, load_bias
 from iris.experts.low_latency.messages import clear, parts_of, pitch_of, receive, room_of, send
 from iris.experts.low_latency.placing import EXPERT, load_places, slice_of
 from iris.experts.routing import RECEIVE, SEND, any_is, choices, owners
+from iris.experts.statistics import begin_wait, end_combine_wait
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -47,9 +48,18 @@ def announce_end(ctx, slot, call, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def await_ends(ctx, slot, call, EXTENTS: tl.constexpr):
+def await_ends(ctx, slot, call, statistics, EXTENTS: tl.constexpr):
+    W: tl.constexpr = EXTENTS.W
     peer = tl.arange(0, EXTENTS.RANKS)
     others = (peer < EXTENTS.W) & (peer != ctx.cur_rank)
+    if statistics is not None:
+        # One rank behind the other, so that time is of one of them.
+        for source in tl.static_range(W):
+            begun = begin_wait(statistics)
+            ll_recv_shared(
+                (slot.over + peer,), call, (others & (peer == source),), sources=(peer,), record=ctx._record()
+            )
+            end_combine_wait(statistics, source, begun)
     ll_recv_shared((slot.over + peer,), call, (others,), sources=(peer,), record=ctx._record())
 
 
@@ -187,8 +197,8 @@ def receive_sums(
     topk_weights,
     out,
     bias,
+    statistics,
     token,
-    element: tl.constexpr,
     WEIGHTS: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
@@ -197,6 +207,7 @@ def receive_sums(
 ):
     """Step 3, for an own token."""
     W: tl.constexpr = EXTENTS.W
+    element: tl.constexpr = out.dtype.element_ty
     ROUND: tl.constexpr = PARTS * PART
     SUM: tl.constexpr = pitch_of(EXTENTS.COLUMNS, element)
     rank, k = ctx.cur_rank, choices(EXTENTS)
@@ -223,7 +234,9 @@ def receive_sums(
             comes = any_is(owner, expert_rank) & (expert_rank != rank)
             begin = message(slot, expert_rank, token, SUM=SUM, EXTENTS=EXTENTS) + round * pitch_of(ROUND, element)
             count = tl.where(comes, PART, 0)
+            begun = begin_wait(statistics)
             parts = receive(ctx, begin, count, source=expert_rank, PARTS=PARTS, NUMBER=PART, ROOM=ROOM, element=element)
+            end_combine_wait(statistics, expert_rank, begun)
             sums = ()
             for part in tl.static_range(PARTS):
                 other = tl.where(comes, parts[part].to(tl.float32), 0)
@@ -244,7 +257,16 @@ def receive_sums(
 
 @triton.jit
 def combine(
-    slot, y, topk_weights, places, out, bias, WEIGHTS: tl.constexpr, PHASE: tl.constexpr, EXTENTS: tl.constexpr
+    slot,
+    y,
+    topk_weights,
+    places,
+    out,
+    bias,
+    statistics,
+    WEIGHTS: tl.constexpr,
+    PHASE: tl.constexpr,
+    EXTENTS: tl.constexpr,
 ):
     """As `iris.experts.combine.combine`, but for ``slot`` and ``EXTENTS``: `LowLatencySlot` and `FewTokens`."""
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
@@ -301,8 +323,8 @@ def combine(
                 topk_weights=topk_weights,
                 out=out,
                 bias=bias,
+                statistics=statistics,
                 token=token,
-                element=element,
                 WEIGHTS=WEIGHTS,
                 PARTS=PARTS,
                 PART=PART,
@@ -310,4 +332,4 @@ def combine(
                 EXTENTS=EXTENTS,
             )
         if program == 0:
-            await_ends(ctx, slot, call, EXTENTS=EXTENTS)
+            await_ends(ctx, slot, call, statistics=statistics, EXTENTS=EXTENTS)

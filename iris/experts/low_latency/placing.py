@@ -8,6 +8,7 @@ import triton.language as tl
 
 from iris.experts.low_latency.messages import clear, parts_of, pitch_of, receive, room_of
 from iris.experts.routing import choices
+from iris.experts.statistics import begin_wait, count_rows, end_dispatch_wait
 from iris.language.address import translate
 from iris.language.fences import cta_sync
 from iris.language.ll import ll_send
@@ -74,7 +75,7 @@ def rows_before(slot, source, local, mask, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def first_rows(slot, layout, token, alignment, EXTENTS: tl.constexpr):
+def first_rows(slot, layout, statistics, token, alignment, EXTENTS: tl.constexpr):
     """Where the rows of local experts begin, in memory of this program, where that depends on how many come.
 
     The first program, with token 0, also says how many there are, and where they begin.
@@ -97,11 +98,12 @@ def first_rows(slot, layout, token, alignment, EXTENTS: tl.constexpr):
             tl.store(layout.counts + expert, total, mask=here)
             tl.store(layout.offsets + expert, begin, mask=here)
             tl.store(layout.offsets + 1 + expert, end, mask=expert == EXTENTS.LOCAL - 1)
+            count_rows(statistics, expert, total, here)
     return begins
 
 
 @triton.jit
-def find_places(ctx, slot, layout, token, alignment, call, EXTENTS: tl.constexpr):
+def find_places(ctx, slot, layout, statistics, token, alignment, call, EXTENTS: tl.constexpr):
     """Step 2: which row each choice of a token of every rank is, -1 for none here, to memory of this program.
 
     The first program of the token stores them to ``layout.places`` as well, and gets the same as a block, with where
@@ -114,10 +116,18 @@ def find_places(ctx, slot, layout, token, alignment, call, EXTENTS: tl.constexpr
     there = (source < EXTENTS.W) & (k < EXTENTS.K)
     at = (source * EXTENTS.M + token) * EXTENTS.K + k
     ptrs = (slot.counts + counting * EXTENTS.LOCAL + local, slot.choices + at)
+    if statistics is not None:
+        # One rank behind the other, so that time is of one of them.
+        W: tl.constexpr = EXTENTS.W
+        for rank in tl.static_range(W):
+            begun = begin_wait(statistics)
+            masks = (counted & (counting == rank), there & (source == rank))
+            ll_recv_shared(ptrs, call, masks, sources=(counting, source), record=ctx._record())
+            end_dispatch_wait(statistics, rank, begun)
     _, word = ll_recv_shared(ptrs, call, (counted, there), sources=(counting, source), record=ctx._record())
     # What any thread has awaited all may load.
     cta_sync()
-    begins = first_rows(slot, layout, token, alignment=alignment, EXTENTS=EXTENTS)
+    begins = first_rows(slot, layout, statistics, token, alignment=alignment, EXTENTS=EXTENTS)
     chosen = (word >> EXPERT) - ctx.cur_rank * EXTENTS.LOCAL
     here = there & (word >= 0) & (chosen >= 0) & (chosen < EXTENTS.LOCAL)
     start = chosen * (EXTENTS.W * EXTENTS.M)
@@ -196,7 +206,7 @@ def place_own_slice(ctx, slot, scales, layout, blocks, factors, FORM: tl.constex
 
 
 @triton.jit
-def place_slice(ctx, slot, scales, layout, token, source, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+def place_slice(ctx, slot, scales, layout, statistics, token, source, FORM: tl.constexpr, EXTENTS: tl.constexpr):
     """Of a token of another rank: wait for it, store it, clear the message."""
     SCALES: tl.constexpr = FORM.SCALES
     COLUMNS: tl.constexpr = EXTENTS.COLUMNS
@@ -208,7 +218,9 @@ def place_slice(ctx, slot, scales, layout, token, source, FORM: tl.constexpr, EX
     if any_here:
         first = slice_of(EXTENTS) * COLUMNS
         row, factors = regions(slot, source * EXTENTS.M + token, element, FORM=FORM, EXTENTS=EXTENTS)
+        begun = begin_wait(statistics)
         parts = receive(ctx, row, PART, source=source, PARTS=PARTS, NUMBER=PART, ROOM=ROOM, element=element)
+        end_dispatch_wait(statistics, source, begun)
         for part in tl.static_range(PARTS):
             store_to_places(
                 layout.rows,
@@ -272,6 +284,7 @@ def end_token(
     slot,
     scales,
     layout,
+    statistics,
     token,
     weighted,
     alignment,
@@ -282,13 +295,25 @@ def end_token(
     EXTENTS: tl.constexpr,
 ):
     """Steps 2 and 3 for a token of every rank. ``blocks`` and ``factors``: the own one's slice."""
-    place, at = find_places(ctx, slot, layout, token=token, alignment=alignment, call=call, EXTENTS=EXTENTS)
+    place, at = find_places(
+        ctx, slot, layout, statistics=statistics, token=token, alignment=alignment, call=call, EXTENTS=EXTENTS
+    )
     if ((call & 0xFFFF) < REFRESHED) & (slice_of(EXTENTS) == 0):
         refresh_stamps(ctx, slot, token, call=call, EXTENTS=EXTENTS)
     if FORM.MOVES:
         place_own_slice(ctx, slot, scales, layout=layout, blocks=blocks, factors=factors, FORM=FORM, EXTENTS=EXTENTS)
         for distance in range(1, EXTENTS.W):
             source = (ctx.cur_rank + distance) % EXTENTS.W
-            place_slice(ctx, slot, scales, layout=layout, token=token, source=source, FORM=FORM, EXTENTS=EXTENTS)
+            place_slice(
+                ctx,
+                slot,
+                scales,
+                layout=layout,
+                statistics=statistics,
+                token=token,
+                source=source,
+                FORM=FORM,
+                EXTENTS=EXTENTS,
+            )
     if (weighted != 0) & (slice_of(EXTENTS) == 0):
         receive_weights(ctx, slot, place, at=at, call=call, EXTENTS=EXTENTS)
