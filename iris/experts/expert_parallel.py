@@ -5,6 +5,7 @@ from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
+from triton import next_power_of_2
 
 from iris import simulator
 from iris.ccl.protocols import CollectivesContext
@@ -16,7 +17,6 @@ from iris.experts.kernels import choose
 from iris.experts.memory import Memory, extents
 from iris.experts.pending import PendingCall
 from iris.experts.received import Received
-from iris.experts.rounding import power_of_two
 from iris.experts.statistics import Statistics
 from iris.operators.graph_break import methods_break_graph
 
@@ -91,7 +91,7 @@ class ExpertParallel:
         for name, number in asked[0][0].items():
             setattr(self, name, number)
         # So many send, and as many receive: two on each multiprocessor, unless there are to be fewer of these.
-        programs = SIMULATED_PROGRAMS if simulator.ACTIVE else power_of_two(min(each[3] for each in asked)) // 2
+        programs = SIMULATED_PROGRAMS if simulator.ACTIVE else next_power_of_2(min(each[3] for each in asked)) // 2
         if self.config.num_sms is not None:
             programs = max(1, min(self.config.num_sms // 2, programs))
         sizes = self.num_experts, self.top_k, self.max_tokens, self.hidden

@@ -61,12 +61,12 @@ import weakref
 from typing import NamedTuple
 
 import torch
+from triton import cdiv, next_power_of_2
 
 from iris.cuda_graphs.kept import keep
 from iris.experts.config import ExpertsConfig
 from iris.experts.kernel_arguments import Extents, FewTokens, Layout, LowLatencySlot, Scales, Slot
 from iris.experts.low_latency.memory import shapes
-from iris.experts.rounding import ceil_div, power_of_two
 from iris.experts.statistics import Statistics
 from iris.heap import mapping
 from iris.language.context_tensor import context_tensor
@@ -105,7 +105,7 @@ def extents(
 ) -> Extents:
     """Of ``size`` ranks on which so many programs send, and as many receive."""
     local = num_experts // size
-    experts, choices = power_of_two(num_experts), power_of_two(top_k)
+    experts, choices = next_power_of_2(num_experts), next_power_of_2(top_k)
     step = max(1, min(STEP, AT_ONCE // (experts * choices)))
     return Extents(
         W=size,
@@ -115,17 +115,17 @@ def extents(
         M=max_tokens,
         H=hidden,
         EXPERTS=experts,
-        LOCALS=power_of_two(local),
+        LOCALS=next_power_of_2(local),
         CHOICES=choices,
-        RANKS=power_of_two(size),
+        RANKS=next_power_of_2(size),
         STEP=step,
-        STEPS=ceil_div(ceil_div(max_tokens, programs), step) + 1,
+        STEPS=cdiv(cdiv(max_tokens, programs), step) + 1,
         PROGRAMS=programs,
         SUMS=min(step, SUMS),
-        BLOCK=min(power_of_two(hidden), BLOCK_BYTES // dtype.itemsize),
-        ADDED=min(power_of_two(hidden), ADDED_BYTES // dtype.itemsize),
+        BLOCK=min(next_power_of_2(hidden), BLOCK_BYTES // dtype.itemsize),
+        ADDED=min(next_power_of_2(hidden), ADDED_BYTES // dtype.itemsize),
         COPIED=COPIED,
-        TALLIES=max(1, min(128, TALLIES // power_of_two(local))),
+        TALLIES=max(1, min(128, TALLIES // next_power_of_2(local))),
     )
 
 
@@ -163,7 +163,7 @@ def in_a_row(parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> list[Part
 
 
 def round_up(nbytes: int) -> int:
-    return ceil_div(nbytes, ALIGNMENT) * ALIGNMENT
+    return cdiv(nbytes, ALIGNMENT) * ALIGNMENT
 
 
 def layout_rows(extents: Extents | FewTokens, layout: str, alignment: int) -> int:

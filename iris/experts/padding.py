@@ -6,10 +6,10 @@ In memory of this rank alone. A program has every so many of the rows, and store
 import torch
 import triton
 import triton.language as tl
+from triton import next_power_of_2
 
 from iris.ccl.kernel_launch import INTEGERS
 from iris.experts.kernel_arguments import Extents, FewTokens
-from iris.experts.rounding import power_of_two
 from iris.language.dependent_launch import gdc_wait
 
 # Bytes of a row that a program stores at a time: eight vectors of 16 bytes for each of 128 threads.
@@ -39,4 +39,4 @@ def arguments(rows: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, e
     """For `Received.rows`, or its scales. Zero is zero in every type of so many bytes."""
     room, width = rows.shape[:-1].numel(), rows.shape[-1]
     words = rows.view(INTEGERS[rows.itemsize])
-    return words, counts, offsets, room, width, min(power_of_two(width), BLOCK_BYTES // rows.itemsize), extents
+    return words, counts, offsets, room, width, min(next_power_of_2(width), BLOCK_BYTES // rows.itemsize), extents

@@ -74,10 +74,10 @@ All of a rank's calls follow each other: on one stream, or on several that wait 
 """
 
 import torch
+from triton import cdiv, next_power_of_2
 
 from iris import simulator
 from iris.experts.kernel_arguments import Extents, FewTokens
-from iris.experts.rounding import ceil_div, power_of_two
 from iris.experts.rows import GROUP
 from iris.language.target import architecture
 
@@ -110,8 +110,8 @@ def few_tokens(extents: Extents, dtype: torch.dtype, warp: int) -> FewTokens:
     columns, programs = H // split, tokens * split
     num_warps = FEW_WARPS if columns * dtype.itemsize <= SHORT else MANY_WARPS
     threads = num_warps * warp
-    share = ceil_div(extents.E, programs)
-    targets = power_of_two(extents.K + share)
+    share = cdiv(extents.E, programs)
+    targets = next_power_of_2(extents.K + share)
     return FewTokens(
         W=W,
         E=extents.E,
@@ -126,15 +126,15 @@ def few_tokens(extents: Extents, dtype: torch.dtype, warp: int) -> FewTokens:
         COLUMNS=columns,
         PROGRAMS=programs,
         # A vector for each thread; blocks of factors of fp8 are whole.
-        BLOCK=max(min(power_of_two(columns), VECTOR // dtype.itemsize * threads), VECTOR),
+        BLOCK=max(min(next_power_of_2(columns), VECTOR // dtype.itemsize * threads), VECTOR),
         SHARE=share,
         TARGETS=targets,
-        TOKENS=min(power_of_two(M), max(1, COMPARED // targets)),
+        TOKENS=min(next_power_of_2(M), max(1, COMPARED // targets)),
         AWAITED=extents.RANKS * max(extents.LOCALS, extents.CHOICES),
         THREADS=threads,
         # See `iris.language.lamport.lamport_recv`. In the simulator each program is one thread.
         WORDS=1 if simulator.ACTIVE else threads,
-        CLEARED=min(VECTOR // 4 * threads, power_of_two(columns)),
+        CLEARED=min(VECTOR // 4 * threads, next_power_of_2(columns)),
     )
 
 
@@ -149,7 +149,7 @@ def slices(hidden: int, most: int) -> int:
 def shapes(extents: FewTokens, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """The parts of a slot, as the table has them."""
     W, M, K, programs = extents.W, extents.M, extents.K, extents.PROGRAMS
-    row = (W, M, ceil_div(extents.H * dtype.itemsize, VECTOR) * VECTOR // 4)
+    row = (W, M, cdiv(extents.H * dtype.itemsize, VECTOR) * VECTOR // 4)
     words, pairs = torch.int64, (W, M, K)
     return {
         "calls": ((programs,), torch.int32),
