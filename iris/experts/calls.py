@@ -4,7 +4,7 @@ A call of tensors like those of an earlier one costs a look into a dictionary (`
 use, and the driver's call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from iris.experts.kernel_arguments import Extents, FewTokens, Form
 from iris.experts.kernels import kernels_of
 from iris.experts.memory import Memory, layout_rows
 from iris.experts.pending import PendingCall
-from iris.experts.plan import IDS, Plan, Plans, kind_of, pointers_of
+from iris.experts.plan import Plan, Plans, kind_of, pointers_of
 from iris.experts.received import Received
 from iris.experts.views import Format, Views, shape_of_rows, with_rows
 from iris.heap import describe_address
@@ -52,7 +52,9 @@ class Calls:
     abort_flag : AbortFlag
         Of the group.
     pending : dict of str
-        By the slot's number, the calls that nobody has waited for.
+        The calls that nobody has waited for.
+    limits : Limits
+        Of what a program may give.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class Calls:
         self._memory: Memory | None = memory
         self.abort_flag, self._state = memory.abort_flag, memory.abort_flag.state
         self._in_use = [False] * config.in_flight
-        self.pending: dict[int, str] = {}
+        self.pending: dict[object, str] = {}
         self._plans = Plans(memory, extents, dtype, config, self._device)
+        self.limits = self._plans.limits
         # A pointer where no weights are given. Nobody reads what is there.
         self._no_weights = memory.slots[0].weights
         # Compile and load now, so that no rank's kernel waits while another's is being compiled.
@@ -126,13 +129,8 @@ class Calls:
     ) -> Any:
         """`ExpertParallel.combine`."""
         self.enter()
-        if not isinstance(received, Received) or received._owner is not self:
-            what = "is of another one" if isinstance(received, Received) else "is none"
-            raise InvalidExpertsError(
-                f"combine() takes what dispatch() of the same ctx.experts() has returned, and {received!r:.80} {what}."
-            )
-        received._check_in_use("combine")
-        tokens = received.num_tokens
+        self._check_own(received)
+        tokens = self._tokens_of(received)
         if out is None:
             out = room_for(tokens, self.extents.H, self.dtype, self._device)
         biases = () if bias is None else checks.biases_of(bias)
@@ -140,10 +138,9 @@ class Calls:
         key = (received.layout, tokens, received.weighted, bool(async_op), *kinds)
         plan = self._plans.find(key)
         if plan is None:
-            plan = self._plans.of_combine(y, received, topk_weights, out, biases, bool(async_op))
+            plan = self._plans.of_combine(y, received, tokens, topk_weights, out, biases, bool(async_op))
             self._plans.remember(key, plan)
-        if not out.is_contiguous() or out.is_neg():
-            raise InvalidExpertsError(f"combine() takes an out that is contiguous; its strides are {out.stride()}.")
+        checks.check_out(out)
         weights = self._no_weights if topk_weights is None else to_read(topk_weights)
         given = (to_read(y), weights, out, *[to_read(each) for each in biases])
         pointers = pointers_of("combine", given)
@@ -163,7 +160,7 @@ class Calls:
 
         if plan.receiving is None:
             return end()
-        return self._pend(plan.receiving, views, received._slot, given, pointers, end)
+        return self._pend_launch(plan.receiving, views, received._slot, given, pointers, end)
 
     def release(self, received: Received) -> None:
         """`Received.release`."""
@@ -220,6 +217,11 @@ class Calls:
         there = torch.arange(extents.M, device=self._device) < slot.tokens[:, None]
         return torch.where(there[:, :, None], places, -1), slot.weights
 
+    @property
+    def choices_shape(self) -> tuple[int, int, int]:
+        """Of what `choices` returns."""
+        return self.extents.W, self.extents.M, self.extents.K
+
     # For kernels that others enqueue ----------------------------------------------------------------------------------
 
     def enter(self) -> None:
@@ -245,6 +247,19 @@ class Calls:
         self._in_use[received._slot] = False
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _check_own(self, received: Any) -> None:
+        """That a combine may have it."""
+        if not isinstance(received, Received) or received._owner is not self:
+            what = "is of another one" if isinstance(received, Received) else "is none"
+            raise InvalidExpertsError(
+                f"combine() takes what dispatch() of the same ctx.experts() has returned, and {received!r:.80} {what}."
+            )
+        received._check_in_use("combine")
+
+    def _tokens_of(self, received: Received) -> int:
+        """Rows of the result of its combine."""
+        return received.num_tokens
 
     def _stream(self) -> int | None:
         return current_raw_stream(self.context.gpu_id) if self._on_gpu else None
@@ -287,9 +302,11 @@ class Calls:
             bump_version(views.rows)
             return Received(self, number, layout, views, topk_ids.shape[0], weighted)
 
-        return end() if plan.receiving is None else self._pend(plan.receiving, views, number, given, pointers, end)
+        if plan.receiving is None:
+            return end()
+        return self._pend_launch(plan.receiving, views, number, given, pointers, end)
 
-    def _pend(
+    def _pend_launch(
         self,
         plan: Plan,
         views: Views,
@@ -299,11 +316,19 @@ class Calls:
         end: Callable[[], Any],
     ) -> PendingCall:
         """What was sent from this slot is received when a program waits for it, by a launch of ``plan``."""
-        call = f"{plan.kernel.name}() in slot {number}"
-        sent, stream, captured = Work(self._on_gpu), self._stream(), self._capturing()
-        self.pending[number] = call
 
         def receive() -> Any:
+            self._launch(plan, views, given, pointers)
+            return end()
+
+        return self._pend(f"{plan.kernel.name}() in slot {number}", given, receive)
+
+    def _pend(self, call: str, used: Sequence[torch.Tensor], receive: Callable[[], Any]) -> PendingCall:
+        """The handle of a call whose other half ``receive`` enqueues, on ``used``; it returns the result."""
+        sent, stream, captured, key = Work(self._on_gpu), self._stream(), self._capturing(), object()
+        self.pending[key] = call
+
+        def wait() -> Any:
             self.enter()
             if self._capturing() != captured:
                 raise PendingCallError(
@@ -314,14 +339,14 @@ class Calls:
                 self.compare(f"wait() of {call}")
             if self._stream() != stream:
                 sent.wait()
-                for each in given:
+                for each in used:
                     # Else its memory might be given away when the stream that it is of does not need it any more.
                     each.record_stream(torch.cuda.current_stream(self._device))
-            self._launch(plan, views, given, pointers)
-            del self.pending[number]
-            return end()
+            result = receive()
+            del self.pending[key]
+            return result
 
-        return PendingCall(call, receive)
+        return PendingCall(call, wait)
 
     def _launch(self, plan: Plan, views: Views, given: tuple[torch.Tensor, ...], pointers: tuple[int, ...]) -> None:
         """Enqueue on the current stream; compile first, if pointers are aligned as in no launch before."""
@@ -353,7 +378,7 @@ class Calls:
         views = self._plans.views_of(format)[0]
         rows, pairs = views.tensors[1].rows[:0], views.tensors[1].places[:0]
         aligned = (0, 0, 0)
-        for ids in IDS:
+        for ids in checks.IDS:
             plan = self._plans.dispatch(0, ids, False, Form(), format)
             plan.launches[aligned] = self._prepare(plan, views, (rows, pairs.to(ids), self._no_weights))
         for weights in (UNWEIGHTED, DISPATCHED, GIVEN):

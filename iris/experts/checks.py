@@ -1,6 +1,6 @@
 """What `ctx.experts` and its calls may be asked for: checked before anything is enqueued."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,9 +24,22 @@ NARROW_MULTIPLE = 16
 MOST_EXPERTS, MOST_CHOICES = 4096, 128
 # Rows and pairs are numbered by int32.
 MOST_ROWS = (1 << 31) - 1
+IDS = (torch.int32, torch.int64)
 
 
-def sizes(size: int, **asked: object) -> dict[str, int]:
+class Limits(NamedTuple):
+    """Of what a rank may give. ``messages``: rows are such, as those of few tokens are."""
+
+    max_tokens: int
+    hidden: int
+    top_k: int
+    num_experts: int
+    dtype: torch.dtype
+    device: torch.device
+    messages: bool
+
+
+def sizes(size: int, hosts: int, **asked: object) -> dict[str, int]:
     """The sizes that `ctx.experts` was asked for, for a group of ``size`` ranks."""
     found = {}
     for name, value in asked.items():
@@ -35,8 +48,10 @@ def sizes(size: int, **asked: object) -> dict[str, int]:
             raise InvalidExpertsError(f"ctx.experts({name}={value!r:.60}) cannot work: {name} is 1 or more, a number.")
         found[name] = number
     experts, choices = found["num_experts"], found["top_k"]
-    if size > LANES.value:
-        raise InvalidExpertsError(f"ctx.experts() is for groups of up to {LANES.value} ranks, and this one has {size}.")
+    if size > LANES.value * hosts:
+        raise InvalidExpertsError(
+            f"ctx.experts() is for groups of up to {LANES.value} ranks of a host, and this one has {size // hosts}."
+        )
     if experts % size:
         raise InvalidExpertsError(
             f"ctx.experts(num_experts={experts}) cannot work among {size} ranks: each has as many experts as the "
@@ -114,6 +129,46 @@ def check_given(
             f"{call}() has no gradients, and its {role} requires one. Call it under torch.no_grad(), or with "
             f"{role}.detach()."
         )
+
+
+def check_dispatch(
+    limits: Limits, x: Any, topk_ids: Any, topk_weights: Any, x_scales: Any, quantize: object, num_tokens: Any
+) -> Form:
+    """Raise unless these fit; how the rows travel."""
+    tokens = check_tokens(x, limits.max_tokens, limits.hidden)
+    check_given("dispatch", "x", x, limits.device, (tokens, limits.hidden), (limits.dtype, *NARROW))
+    if limits.messages:
+        check_messages(x)
+    form = form_of(x, x_scales, quantize, limits.dtype)
+    check_choices(limits, tokens, topk_ids, topk_weights)
+    if num_tokens is not None:
+        check_given("dispatch", "num_tokens", num_tokens, limits.device, (1,), (torch.int32,))
+    return form
+
+
+def check_choices(limits: Limits, tokens: int, topk_ids: Any, topk_weights: Any) -> None:
+    pairs = (tokens, limits.top_k)
+    check_given("dispatch", "topk_ids", topk_ids, limits.device, pairs, IDS)
+    if topk_weights is not None:
+        check_given("dispatch", "topk_weights", topk_weights, limits.device, pairs, (torch.float32,))
+
+
+def check_combine(
+    limits: Limits, tokens: int, y: Any, rows: torch.Size, topk_weights: Any, out: Any, biases: tuple[Any, ...]
+) -> None:
+    """Raise unless these fit. ``rows``: the shape of what was received."""
+    check_given("combine", "y", y, limits.device, tuple(rows), (limits.dtype,))
+    if topk_weights is not None:
+        pairs = (tokens, limits.top_k)
+        check_given("combine", "topk_weights", topk_weights, limits.device, pairs, (torch.float32,))
+    for role, tensor in (("out", out), *[("bias", each) for each in biases]):
+        check_given("combine", role, tensor, limits.device, (tokens, limits.hidden), (limits.dtype,))
+
+
+def check_out(out: torch.Tensor) -> None:
+    """That a kernel can write it: each tensor anew, whatever is known of those of its shape."""
+    if not out.is_contiguous() or out.is_neg():
+        raise InvalidExpertsError(f"combine() takes an out that is contiguous; its strides are {out.stride()}.")
 
 
 def form_of(x: torch.Tensor, x_scales: Any, quantize: object, wide: torch.dtype) -> Form:

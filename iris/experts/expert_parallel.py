@@ -8,13 +8,15 @@ import torch.distributed as dist
 from triton import next_power_of_2
 
 from iris import simulator
+from iris.ccl.chunks import programs_beside_rails
 from iris.ccl.protocols import CollectivesContext
-from iris.errors import InvalidExpertsError, MismatchedCollectiveError, PendingCallError, SeveralHostsError
+from iris.errors import InvalidExpertsError, MismatchedCollectiveError, PendingCallError
 from iris.experts import checks
 from iris.experts.calls import Calls
 from iris.experts.config import ExpertsConfig
 from iris.experts.kernels import choose
 from iris.experts.memory import Memory, extents
+from iris.experts.over_hosts import CallsOverHosts
 from iris.experts.pending import PendingCall
 from iris.experts.received import Received
 from iris.experts.statistics import Statistics
@@ -72,15 +74,17 @@ class ExpertParallel:
         """``closed``: called when it has been closed."""
         workspace = context._workspace(group)
         self._members, self._closed = workspace.group, closed
-        if group in context._spanning:
-            raise SeveralHostsError("ctx.experts()", "Give it a group of ranks that are on one host.")
-        members = self._members
+        # Of ranks on several hosts: these, and what reaches the others of them.
+        spanning = context._spanning.get(group)
+        if spanning is not None:
+            self._members = spanning.group
+        members, hosts = self._members, 1 if spanning is None else len(spanning.hosts)
 
         def check() -> tuple:
             self.config = checks.check_config(config)
             self.dtype = checks.check_dtype(dtype)
             found = checks.sizes(
-                members.size, num_experts=num_experts, hidden=hidden, max_tokens=max_tokens, top_k=top_k
+                members.size, hosts, num_experts=num_experts, hidden=hidden, max_tokens=max_tokens, top_k=top_k
             )
             return found, str(self.dtype), repr(self.config), context.get_cu_count()
 
@@ -94,18 +98,31 @@ class ExpertParallel:
         programs = SIMULATED_PROGRAMS if simulator.ACTIVE else next_power_of_2(min(each[3] for each in asked)) // 2
         if self.config.num_sms is not None:
             programs = max(1, min(self.config.num_sms // 2, programs))
-        sizes = self.num_experts, self.top_k, self.max_tokens, self.hidden
-        of_layer = choose(self.config, extents(members.size, *sizes, self.dtype, programs), self.dtype)
+        elif hosts > 1 and not simulator.ACTIVE:
+            programs = min(programs, programs_beside_rails(min(each[3] for each in asked)) or programs)
+        # A host has its share of the experts, and its ranks what all ranks of their rails dispatch.
+        sizes = self.num_experts // hosts, self.top_k, self.max_tokens * hosts, self.hidden
+        of_layer = choose(self.config, extents(workspace.group.size, *sizes, self.dtype, programs), self.dtype)
         self.device = context.device
         self.num_local_experts = of_layer.LOCAL
         self.first_expert = members.rank * self.num_local_experts
         self.capacity = members.size * self.max_tokens
         # Behind a barrier of its ranks a released slot is free: made here, since its first call meets.
         context.device_barrier(group)
-        memory = Memory(workspace, of_layer, self.dtype, self.config)
         self.quantized_dtype = checks.quantized_dtype()
+        if spanning is None:
+            memory = Memory(workspace, of_layer, self.dtype, self.config)
+            self._calls = Calls(context, group, members, memory, of_layer, self.dtype, self.config)
+        else:
+            found: list[Memory] = []
+            # On all hosts, or on none.
+            members.agree(
+                lambda: found.append(Memory(workspace, of_layer, self.dtype, self.config)),
+                "set memory aside for experts",
+            )
+            memory = found[0]
+            self._calls = CallsOverHosts(context, group, spanning, memory, of_layer, self.dtype, self.config)
         self.nbytes = memory.mapping.size
-        self._calls = Calls(context, group, members, memory, of_layer, self.dtype, self.config)
 
     @overload
     def dispatch(

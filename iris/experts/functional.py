@@ -126,7 +126,7 @@ def _like_dispatch(
         x.new_empty(shape),
         x.new_empty(extents.LOCAL, dtype=torch.int32),
         x.new_empty(extents.LOCAL + 1, dtype=torch.int32),
-        x.new_empty(extents.W, extents.M, extents.K, dtype=torch.int32),
+        x.new_empty(calls.choices_shape, dtype=torch.int32),
         x.new_empty(weights, dtype=torch.float32),
     )
 

@@ -22,7 +22,6 @@ from iris.experts.routing import RECEIVE, SEND, WHOLE
 from iris.experts.views import Format, Views, views_of
 from iris.runtime.launch import remember
 
-IDS = (torch.int32, torch.int64)
 # Of a combine without rows of experts: the choices alone travel.
 ROUTING = Form(MOVES=False)
 
@@ -46,7 +45,7 @@ class Plan(NamedTuple):
 
 
 class Plans:
-    """Of one `iris.experts.calls.Calls`, whose memory it keeps."""
+    """Of one `iris.experts.calls.Calls`, whose memory it keeps. ``limits``: of what a call is given."""
 
     def __init__(
         self,
@@ -57,6 +56,8 @@ class Plans:
         device: torch.device,
     ) -> None:
         self._memory, self._extents, self._dtype, self._config, self._device = memory, extents, dtype, config, device
+        few = isinstance(extents, FewTokens)
+        self.limits = checks.Limits(extents.M, extents.H, extents.K, extents.E, dtype, device, messages=few)
         self._kernels = kernels_of(extents)
         self._known: dict[tuple, Plan] = {}
         self._launches: dict[tuple, dict[tuple[int, ...], Callable[..., None]]] = {}
@@ -86,41 +87,26 @@ class Plans:
     ) -> Plan:
         """Checks what `ExpertParallel.dispatch` was given."""
         layout = checks.check_layout(layout, self._config)
-        tokens = checks.check_tokens(x, self._extents.M, self._extents.H)
-        shape, dtypes = (tokens, self._extents.H), (self._dtype, *checks.NARROW)
-        checks.check_given("dispatch", "x", x, self._device, shape, dtypes)
-        if isinstance(self._extents, FewTokens):
-            checks.check_messages(x)
-        form = checks.form_of(x, x_scales, quantize, self._dtype)
-        self._check_choices(tokens, topk_ids, topk_weights)
-        if num_tokens is not None:
-            checks.check_given("dispatch", "num_tokens", num_tokens, self._device, (1,), (torch.int32,))
+        form = checks.check_dispatch(self.limits, x, topk_ids, topk_weights, x_scales, quantize, num_tokens)
         narrow = x.dtype if quantize is None else checks.quantized_dtype()
         format = Format(layout, narrow if x_scales is None else BYTES, narrow, form.SCALES)
         weighted, counted = topk_weights is not None, num_tokens is not None
-        return self.dispatch(tokens, topk_ids.dtype, weighted, form, format, counted, async_op)
+        return self.dispatch(len(x), topk_ids.dtype, weighted, form, format, counted, async_op)
 
     def of_route(self, topk_ids: Any, topk_weights: Any, layout: object) -> Plan:
         """Of a dispatch of the choices alone."""
         layout = checks.check_layout(layout, self._config)
-        checks.check_number(topk_ids, self._extents.M)
-        self._check_choices(len(topk_ids), topk_ids, topk_weights)
+        checks.check_number(topk_ids, self.limits.max_tokens)
+        checks.check_choices(self.limits, len(topk_ids), topk_ids, topk_weights)
         format = Format(layout, self._dtype, self._dtype)
         return self.dispatch(len(topk_ids), topk_ids.dtype, topk_weights is not None, ROUTING, format)
 
     def of_combine(
-        self, y: Any, received: Received, topk_weights: Any, out: Any, biases: tuple, async_op: bool
+        self, y: Any, received: Received, tokens: int, topk_weights: Any, out: Any, biases: tuple, async_op: bool
     ) -> Plan:
         """Checks what `ExpertParallel.combine` was given."""
-        tokens, shape = received.num_tokens, (received.num_tokens, self._extents.H)
         views = self.views_of(Format(received.layout, self._dtype, self._dtype))
-        checks.check_given("combine", "y", y, self._device, tuple(views[0].rows.shape), (self._dtype,))
-        if topk_weights is not None:
-            pairs = (tokens, self._extents.K)
-            checks.check_given("combine", "topk_weights", topk_weights, self._device, pairs, (torch.float32,))
-        checks.check_given("combine", "out", out, self._device, shape, (self._dtype,))
-        for each in biases:
-            checks.check_given("combine", "bias", each, self._device, shape, (self._dtype,))
+        checks.check_combine(self.limits, tokens, y, views[0].rows.shape, topk_weights, out, biases)
         weights = (DISPATCHED if received.weighted else UNWEIGHTED) if topk_weights is None else GIVEN
         return self.combine(weights.value, len(biases), views, async_op)
 
@@ -168,12 +154,6 @@ class Plans:
             numbers = range(self._config.in_flight)
             self._views[format] = [views_of(self._memory, number, format, self._extents) for number in numbers]
         return self._views[format]
-
-    def _check_choices(self, tokens: int, topk_ids: Any, topk_weights: Any) -> None:
-        pairs = (tokens, self._extents.K)
-        checks.check_given("dispatch", "topk_ids", topk_ids, self._device, pairs, IDS)
-        if topk_weights is not None:
-            checks.check_given("dispatch", "topk_weights", topk_weights, self._device, pairs, (torch.float32,))
 
 
 def kind_of(tensor: Any) -> Any:

@@ -22,6 +22,7 @@ from iris.errors import InvalidCollectiveError, InvalidConfigError, InvalidExper
 from iris.experts.checks import check_layout, quantized_dtype
 from iris.experts.expert_parallel import ExpertParallel
 from iris.experts.kernel_arguments import FewTokens
+from iris.experts.over_hosts import CallsOverHosts
 from iris.ops import combine_in_stages as in_stages
 from iris.ops.call import NARROW, check_devices, described, overlap
 from iris.ops.grouped import on_hopper
@@ -87,6 +88,11 @@ class MlpCall(NamedTuple):
         if problem:
             raise InvalidCollectiveError(f"{NAME}() with {described(self.given())}, {ep!r}: {problem}.")
         check_layout(LAYOUT, ep.config)
+        if self.overlap and isinstance(ep._calls, CallsOverHosts):
+            raise InvalidConfigError(
+                f"{NAME}(overlap=True) is not possible over several hosts, where sums go by the rails when all are there. "
+                "Leave overlap out."
+            )
 
     def _problem(self) -> str | None:
         """What is wrong, in words."""

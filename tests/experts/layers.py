@@ -34,9 +34,15 @@ class Layer:
 
     def __init__(self, size, dtype, device, hidden=H, max_tokens=M):
         self.size, self.dtype, self.device = size, dtype, device
+        self.senders = self.in_order(size)
         self.hidden, self.max_tokens, self.num_experts = hidden, max_tokens, E_EACH * size
         self.factors = digits((self.num_experts, hidden), 1, 1, 3).to(device)
         self.shifts = digits((self.num_experts, hidden), 2, -2, 2).to(device)
+
+    @staticmethod
+    def in_order(size):
+        """Ranks, as rows of an expert follow each other."""
+        return range(size)
 
     def tokens(self, round, rank):
         """How many a rank has: another number each time, at times none."""
@@ -77,7 +83,7 @@ class Layer:
 
     def rows(self, routing, round, expert):
         """The rows that an expert gets, in their order."""
-        found = [self.inputs(routing, round, rank)[:2] for rank in range(self.size)]
+        found = [self.inputs(routing, round, rank)[:2] for rank in self.senders]
         return torch.cat([x[(ids == expert).any(dim=1)] for x, ids in found])
 
     def through_experts(self, received, first):

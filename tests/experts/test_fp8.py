@@ -21,7 +21,7 @@ def of_experts(layer, ep, received, values, routing, round):
     for local in range(E_EACH):
         begin, count = received.offsets[local].item(), received.counts[local].item()
         wanted = []
-        for rank in range(layer.size):
+        for rank in layer.senders:
             ids = layer.inputs(routing, round, rank)[1]
             wanted.append(values(rank)[(ids == ep.first_expert + local).any(dim=1)])
         yield slice(begin, begin + count), torch.cat(wanted)

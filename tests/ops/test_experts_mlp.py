@@ -74,7 +74,7 @@ class Weights:
 
 def factors_of(x):
     """A factor for each row and 128 columns."""
-    padded = torch.nn.functional.pad(x.abs(), (0, -x.shape[1] % 128)).view(len(x), -1, 128)
+    padded = torch.nn.functional.pad(x.abs(), (0, -x.shape[1] % 128)).unflatten(1, (-1, 128))
     return (padded.amax(dim=2) / torch.finfo(quantized_dtype()).max).clamp(min=1e-12)
 
 
