@@ -36,7 +36,7 @@ OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
 # All combinations take hours: they run in pieces, and go on where they were interrupted.
 PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
 
-OVER_HOSTS := test_hosts.py test_bench_over_hosts.py ops/test_over_hosts.py tracing/test_over_hosts.py \
+OVER_HOSTS := test_hosts.py test_bench_over_hosts.py $(addsuffix /test_over_hosts.py,ops experts tracing) \
 	$(addprefix ccl/test_,$(addsuffix .py,\
 	over_hosts over_hosts_on_gpu all_to_all_v_over_hosts messages_over_hosts fp32_partials groups_over_hosts \
 	process_group_over_hosts vendor_over_hosts chunks_over_hosts))

@@ -268,8 +268,11 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
         ``W M (2 H b + 8 K) + 4 P E`` bytes, with P programs, and 4 K a row for places; besides, for results
         ``E M H b`` (expanded) and ``(W M min(K, E / W) + alignment E / W) H b`` (compact).
 
+        Over S hosts, M is S times as many in these, W the ranks of a host, and E its experts; and calls take memory of
+        torch's besides.
+
         `InvalidExpertsError` and `InvalidConfigError` say what cannot work, `MismatchedCollectiveError` that ranks ask
-        for different things, `SeveralHostsError` that they are on several hosts.
+        for different things.
         """
         self.heap.check_open()
         return self._experts.make(num_experts, hidden, max_tokens, top_k, dtype, group, config)

@@ -90,6 +90,7 @@ TEMPORARIES = {
     "cuda_graphs/capture.py": {"capture_pool"},
     "distributed/__init__.py": {"allgather", "alltoall_base", "alltoall", "gather"},
     "experts/calls.py": {"choices", "room_for"},
+    "experts/over_hosts.py": {"_before", "_gather", "_gather_weights", "_prepare_all", "choices", "combine", "receive"},
     "experts/functional.py": {"_combine_back", "_dispatch", "_like_combine", "_like_dispatch"},
     "heap/mapping.py": {"peer", "snapshot"},
     "heap/symmetric.py": {"empty", "peer"},

@@ -70,13 +70,13 @@ class CallsOverHosts(Calls):
         config: ExpertsConfig,
     ) -> None:
         """``part``: the ranks of the group."""
-        super().__init__(context, group, part.group, memory, extents, dtype, config)
         assert part.rail
         self._rail, self._hosts, self._order = part.rail, part.hosts, HostOrder(part.hosts, part.device)
-        self.limits = self.limits._replace(max_tokens=extents.M // len(part.hosts), num_experts=extents.LOCAL * part.size)
+        super().__init__(context, group, part.group, memory, extents, dtype, config)
+        self.limits = self.limits._replace(
+            max_tokens=extents.M // len(part.hosts), num_experts=extents.LOCAL * part.size
+        )
         self._local_numbers = keep(lambda: _local_numbers(part, extents.LOCAL), part.device)
-        # How many tokens there were, on the device, of what each slot holds.
-        self._num_tokens: list[torch.Tensor | None] = [None] * config.in_flight
         # Slots of dispatches that nobody has waited for: they take one then.
         self._promised = 0
 
@@ -149,7 +149,7 @@ class CallsOverHosts(Calls):
         if DEBUGGING and not self._capturing():
             how = "not given" if topk_weights is None else "given"
             self.compare(f"combine() over hosts, weights {how}, async_op={async_op}")
-        counted = self._num_tokens[received._slot]
+        counted = received._num_tokens_there
 
         def receive() -> torch.Tensor:
             wait()
@@ -190,6 +190,14 @@ class CallsOverHosts(Calls):
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
+    def _prepare_all(self) -> None:
+        super()._prepare_all()
+        # The sum over hosts is compiled for its length.
+        parts = torch.zeros(len(self._hosts), self.extents.M // len(self._hosts), self.extents.H, device=self._device)
+        parts = parts.to(self.dtype).flatten(1)
+        add_up(torch.empty_like(parts[0]), parts, ReduceOp.SUM, self._stream())
+
     @contextlib.contextmanager
     def _in_step(self, name: str) -> Iterator[None]:
         """Whoever leaves a call between its steps breaks the group: the others wait for the next one."""
@@ -204,8 +212,7 @@ class CallsOverHosts(Calls):
         return self.extents.M
 
     def _of_rank(self, received: Received, tokens: int, counted: torch.Tensor | None) -> Received:
-        received.num_tokens = tokens
-        self._num_tokens[received._slot] = counted
+        received.num_tokens, received._num_tokens_there = tokens, counted
         return received
 
     def _promise_slot(self) -> None:
@@ -270,9 +277,7 @@ class CallsOverHosts(Calls):
         return arrived
 
 
-def divided(
-    x: torch.Tensor, x_scales: torch.Tensor | None, form: Form
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def divided(x: torch.Tensor, x_scales: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows as they travel, and their factors: those of `iris.experts.rows`, where rows are to be divided."""
     if form.QUANTIZE == NOT.value:
         return x, x_scales

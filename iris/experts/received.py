@@ -2,6 +2,8 @@
 
 from typing import NamedTuple, Protocol
 
+import torch
+
 from iris.cuda_graphs.capture import refuse_in_capture
 from iris.errors import ReceivedUsedUpError
 from iris.experts.views import Views
@@ -27,7 +29,8 @@ class Owner(Protocol):
 class Received:
     """Returned by `ExpertParallel.dispatch`; in use until it is combined or released. Never made by a program.
 
-    Rows of one expert lie one behind the other, in the order of ranks and of their tokens. What lies behind them is
+    Rows of one expert lie one behind the other, in the order of ranks and of their tokens; over several hosts in that
+    of local ranks, of hosts, and of tokens. What lies behind them is
     undefined, and zeros after `zero_padding`. All tensors are on the device, written by the stream of the dispatch; the
     next dispatch in the same memory writes over them.
 
@@ -58,6 +61,8 @@ class Received:
         self.rows, self.scales = views.rows.detach(), None if views.scales is None else views.scales.detach()
         self.counts, self.offsets = views.counts, views.offsets
         self._owner, self._slot = owner, slot
+        # How many tokens there are, on the device, where a combine has to be told: over hosts.
+        self._num_tokens_there: torch.Tensor | None = None
         # By which call it has ended.
         self._ended: str | None = None
 

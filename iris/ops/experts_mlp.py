@@ -90,8 +90,8 @@ class MlpCall(NamedTuple):
         check_layout(LAYOUT, ep.config)
         if self.overlap and isinstance(ep._calls, CallsOverHosts):
             raise InvalidConfigError(
-                f"{NAME}(overlap=True) is not possible over several hosts, where sums go by the rails when all are there. "
-                "Leave overlap out."
+                f"{NAME}(overlap=True) is not possible over several hosts: rails return sums when all are there. Leave "
+                "overlap out."
             )
 
     def _problem(self) -> str | None:

@@ -6,10 +6,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from covering import EVERYTHING
+from ops import test_experts_mlp
 from rank_pool import FEWER_HOSTS, HOSTS, Hosts
 
-from experts import layers, test_async, test_bias, test_fp8, test_functional, test_num_tokens, test_padding, test_results
+from experts import (
+    layers,
+    test_async,
+    test_bias,
+    test_fp8,
+    test_functional,
+    test_num_tokens,
+    test_padding,
+    test_results,
+    test_rounds,
+)
 from experts.layers import ROUTINGS, WEIGHTS, Layer, done_with, experts
 from iris.errors import (
     InvalidConfigError,
@@ -20,7 +30,6 @@ from iris.errors import (
 )
 from iris.experts import ExpertsConfig
 from iris.experts.checks import quantized_dtype
-from ops import test_experts_mlp
 
 F32, BF16 = torch.float32, torch.bfloat16
 # Neither form knows of hosts; which is taken follows from the tokens of a host.
@@ -41,8 +50,12 @@ def over_hosts(ctx, hosts, worker, *given):
         worker(ctx, *given)
 
 
+def thorough(*values):
+    return [pytest.param(value, marks=pytest.mark.thorough) for value in values]
+
+
 @pytest.mark.ranks(*HOSTS)
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", [*ROUTINGS[::2], *thorough(*ROUTINGS[1::2])])
 @pytest.mark.parametrize("weighting", WEIGHTS)
 @pytest.mark.parametrize("layout", ["expanded", "compact"])
 @pytest.mark.parametrize(("dtype", "ids"), [(F32, torch.int64), (BF16, torch.int32)])
@@ -63,16 +76,28 @@ ALIKE = {
     "micro-batches": (test_async.micro_batches, "combined", 7),
     "gradients": (test_functional.differentiate, "expanded", True, False),
     "compiled": (test_functional.differentiate, "compact", True, True),
+    "rounds": (test_rounds.rounds, 7, 20),
+    "the same bits": (test_rounds.twice,),
+    "a rank ahead": (test_rounds.ahead,),
     "padding": (test_padding.padded, "compact", BF16, "fp8_block128", 272),
 }
 
+SAMPLE = ("factors given", "number on the device, in halves", "two biases", "micro-batches", "gradients", "rounds")
+
 
 @pytest.mark.ranks(*FEWER_HOSTS)
-@pytest.mark.parametrize("what", ALIKE)
+@pytest.mark.parametrize("what", [*SAMPLE, *thorough(*(each for each in ALIKE if each not in SAMPLE))])
 @both_forms
 def test_what_one_host_has(ranks, low_latency, what):
     worker, *given = ALIKE[what]
     ranks.run(over_hosts, ranks.hosts, worker, low_latency, *given)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are for GPUs")
+@pytest.mark.ranks(*HOSTS)
+@both_forms
+def test_replays_of_a_first_call(ranks, low_latency):
+    ranks.run(over_hosts, ranks.hosts, test_rounds.replay, low_latency)
 
 
 def divided(ctx, hosts, low_latency, quantize):
