@@ -17,6 +17,7 @@ from iris.ccl.kernel_launch import leaving_room
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
+from iris.cuda_graphs.capture import capture_id
 from iris.errors import HeapClosedError, InvalidExpertsError, PendingCallError, TooManyInFlightError
 from iris.experts import checks, padding
 from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED
@@ -267,6 +268,10 @@ class Calls:
     def _capturing(self) -> bool:
         return self._on_gpu and is_current_stream_capturing()
 
+    def _capture(self) -> int | None:
+        """The number of the capture of a graph that is in progress on the current stream, if one is."""
+        return capture_id(self._stream()) if self._capturing() else None
+
     def _send(
         self,
         plan: Plan,
@@ -325,19 +330,22 @@ class Calls:
 
     def _pend(self, call: str, used: Sequence[torch.Tensor], receive: Callable[[], Any]) -> PendingCall:
         """The handle of a call whose other half ``receive`` enqueues, on ``used``; it returns the result."""
-        sent, stream, captured, key = Work(self._on_gpu), self._stream(), self._capturing(), object()
+        sent, stream, capture, key = Work(self._on_gpu), self._stream(), self._capture(), object()
         self.pending[key] = call
 
         def wait() -> Any:
             self.enter()
-            if self._capturing() != captured:
+            moves = self._stream() != stream
+            # A stream that is not captured yet is so from its wait for what was sent on.
+            joins = moves and capture is not None and not self._capturing() and capture_id(stream) == capture
+            if not joins and self._capture() != capture:
                 raise PendingCallError(
-                    f"A graph would have one half of {call}: the call was {'' if captured else 'not '}captured, and "
-                    f"its wait() is {'not' if captured else 'to be'}. Have both in one graph, or neither."
+                    f"A graph would have one half of {call}. Have the call and its wait() captured in one graph, or "
+                    "neither of them."
                 )
-            if DEBUGGING and not captured:
+            if DEBUGGING and capture is None:
                 self.compare(f"wait() of {call}")
-            if self._stream() != stream:
+            if moves:
                 sent.wait()
                 for each in used:
                     # Else its memory might be given away when the stream that it is of does not need it any more.

@@ -256,9 +256,8 @@ def combine(
     """``y``: the rows that the experts have made, in the layout of the dispatch. ``out``: ``[tokens, H]``.
 
     ``topk_weights``: float32 ``[tokens, K]``, where ``WEIGHTS`` is `GIVEN`. ``places``: of the dispatch's `Layout`.
-    ``bias``: `Bias`. It may be ``out``: each element is read before it is written. ``statistics``:
-    `Statistics`, or None. ``PHASE``: `WHOLE`,
-    with 2 P programs, or a half, with P.
+    ``bias``: `Bias`. It may be ``out``: each element is read before it is written. ``statistics``: `Statistics`, or
+    None. ``PHASE``: `WHOLE`, with 2 P programs, or a half, with P.
     """
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     gdc_wait()

@@ -268,9 +268,9 @@ def dispatch(
 
     ``topk_weights``: float32, likewise, sent if ``weighted``. ``slot``, ``layout``: `Slot` and `Layout`. ``scales``:
     `Scales`, or None. ``num_tokens``: int32 ``[1]``, how many of the tokens are dispatched, or None for all.
-    ``statistics``: `Statistics`, or None.
-    ``alignment``: of an expert's first row in the compact layout, 0 for the expanded one. ``FORM`` and ``EXTENTS``:
-    `Form` and `Extents`. ``PHASE``: `WHOLE`, with 2 P programs, or a half, with P.
+    ``statistics``: `Statistics`, or None. ``alignment``: of an expert's first row in the compact layout, 0 for the
+    expanded one. ``FORM`` and ``EXTENTS``: `Form` and `Extents`. ``PHASE``: `WHOLE`, with 2 P programs, or a half,
+    with P.
     """
     ctx = DeviceContext.initialize(slot.context, num_ranks=EXTENTS.W)
     gdc_wait()

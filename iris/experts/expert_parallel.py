@@ -314,7 +314,8 @@ class ExpertParallel:
         if self._calls.pending:
             raise PendingCallError(
                 f"close() comes before wait() of {' and '.join(self._calls.pending.values())}, with async_op=True: "
-                "what other ranks have sent was not received. Wait for each of them first."
+                "what other ranks have sent was not received. Wait for each of them first. Where a handle is lost, "
+                "closing the context gives the memory back."
             )
         self._close()
 

@@ -22,7 +22,7 @@ def number_of_program(PHASE: tl.constexpr, EXTENTS: tl.constexpr):
 def tokens_of(tokens, num_tokens):
     """How many of ``tokens`` there are: all, or as many as ``num_tokens`` says, where that is not None."""
     if num_tokens is not None:
-        tokens = tl.minimum(tl.maximum(tl.load(num_tokens), 0), tokens)
+        tokens = tl.maximum(tl.minimum(tl.load(num_tokens), tokens), 0)
     return tokens
 
 

@@ -38,9 +38,8 @@ EXPERTS = {
     **{"rows": INT16, "counts": INT32, "offsets": INT32, "ROOM": 32768, "WIDTH": 7168, "BLOCK": 8192},
 }
 
-# What combine may add to its result.
-BIASES = {"a bias": Bias(BF16), "two biases": Bias(BF16, BF16)}
-
+# What combine adds to its result, and where kernels count.
+TWO_BIASES = Bias(BF16, BF16)
 COUNTED = Statistics(INT64, INT64, INT64)
 
 # The kernels for few tokens, of which as many programs as tokens have a whole row each, or several share one.

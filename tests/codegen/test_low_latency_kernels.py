@@ -1,13 +1,14 @@
-"""Kernels of expert parallelism for few tokens: no fence, loads and stores of 16 bytes, nothing in local memory."""
+"""Kernels of expert parallelism for few tokens: no fence, wide loads and stores, nothing in local memory."""
 
 import itertools
 import re
 
 import pytest
+from covering import EVERYTHING
 
 from codegen import test_every_kernel as every
 from codegen.collective_arguments import INT32
-from codegen.expert_arguments import BIASES, COUNTED, few, forms
+from codegen.expert_arguments import COUNTED, TWO_BIASES, few, forms
 from codegen.offline import by_turns, compile_for
 from codegen.test_expert_kernels import FORMS, PHASES, WEIGHTS, wide
 from iris.ccl.kernel_launch import leaving_room
@@ -31,57 +32,70 @@ def of_form(form, target, tokens):
     given.pop("slot", None)
     if "scales" in given:
         given["scales"] = given["scales"]._replace(sent=None)
-    return every.arguments_of(dispatch, **given, EXTENTS=few(target, tokens))
+    return dispatched(target, tokens, **given)
 
 
-def weighted(name, target, tokens):
-    return every.arguments_of(combine, WEIGHTS=WEIGHTS[name].value, EXTENTS=few(target, tokens))
-
-
-def biased(name, target, tokens):
-    given = {"WEIGHTS": WEIGHTS["dispatched"].value, "bias": BIASES[name]}
+def combined(target, tokens, **given):
     return every.arguments_of(combine, **given, EXTENTS=few(target, tokens))
+
+
+def dispatched(target, tokens, **given):
+    return every.arguments_of(dispatch, **given, EXTENTS=few(target, tokens))
 
 
 def cases(target):
     """(name, kernel, arguments, options) of all."""
     for tokens in TOKENS:
+        launched = options(target, tokens)
         for form in FORMS:
-            yield f"dispatch {form}, {tokens} tokens", dispatch, of_form(form, target, tokens), options(target, tokens)
-        for name in WEIGHTS:
-            yield f"combine {name}, {tokens} tokens", combine, weighted(name, target, tokens), options(target, tokens)
-        for name in BIASES:
-            yield f"combine {name}, {tokens} tokens", combine, biased(name, target, tokens), options(target, tokens)
-        for kernel in (dispatch, combine):
-            given = every.arguments_of(kernel, statistics=COUNTED, EXTENTS=few(target, tokens))
-            name = f"{kernel.fn.__name__} with statistics, {tokens} tokens"
-            yield name, kernel, given, options(target, tokens)
-        given = every.arguments_of(dispatch, num_tokens=INT32, EXTENTS=few(target, tokens))
-        yield f"dispatch of a number on the device, {tokens} tokens", dispatch, given, options(target, tokens)
-        for name, phase in PHASES.items():
-            for kernel in (dispatch, combine):
-                given = every.arguments_of(kernel, PHASE=phase, EXTENTS=few(target, tokens))
-                yield f"{kernel.fn.__name__} {name}, {tokens} tokens", kernel, given, options(target, tokens)
+            yield f"dispatch {form}, {tokens} tokens", dispatch, of_form(form, target, tokens), launched
+        for name, weights in WEIGHTS.items():
+            given = combined(target, tokens, WEIGHTS=weights.value)
+            yield f"combine {name}, {tokens} tokens", combine, given, launched
+    for tokens in TOKENS:
+        launched = options(target, tokens)
+        for name, arguments in (
+            ("of a number on the device", {"num_tokens": INT32}),
+            ("with statistics", {"statistics": COUNTED}),
+            *((name, {"PHASE": phase}) for name, phase in PHASES.items()),
+        ):
+            yield f"dispatch {name}, {tokens} tokens", dispatch, dispatched(target, tokens, **arguments), launched
+        for name, arguments in (
+            ("with two biases", {"WEIGHTS": WEIGHTS["dispatched"].value, "bias": TWO_BIASES}),
+            ("with statistics", {"statistics": COUNTED}),
+            *((name, {"PHASE": phase}) for name, phase in PHASES.items()),
+        ):
+            yield f"combine {name}, {tokens} tokens", combine, combined(target, tokens, **arguments), launched
 
 
-CASES = [(target, number) for target in TARGETS for number, _ in enumerate(cases(target))]
+def bytes_at_a_time(rows, extents):
+    """By a thread, of the columns that its program moves at a time: 16, or fewer where these are not enough."""
+    return extents.BLOCK * rows.element_size() // extents.THREADS
 
 
-@pytest.mark.parametrize(("target", "number"), by_turns(CASES))
-def test_messages_need_no_fence(target, number):
-    name, kernel, arguments, given = next(itertools.islice(cases(target), number, None))
-    text = compile_for(target, kernel, *arguments, **given).text
+def chosen():
+    """(target, number): all, or those of forms and weights for each target, and of the others for one of them."""
+    numbers = [number for number, _ in enumerate(cases("sm_90"))]
+    if EVERYTHING:
+        return [*itertools.product(TARGETS, numbers)]
+    plain = len(TOKENS) * (len(FORMS) + len(WEIGHTS))
+    one_target = [(TARGETS[number // 2 % len(TARGETS)], number) for number in numbers[plain:]]
+    return by_turns([*itertools.product(TARGETS, numbers[:plain])]) + by_turns(one_target)
+
+
+@pytest.mark.parametrize(("target", "number"), chosen())
+def test_messages_need_no_fence_and_nothing_is_spilled(target, number):
+    name, kernel, arguments, launched = next(itertools.islice(cases(target), number, None))
+    compiled = compile_for(target, kernel, *arguments, **launched)
     # Names of files come without.
-    code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith((".loc", ".file")))
+    lines = [line for line in compiled.text.splitlines() if not line.lstrip().startswith((".loc", ".file"))]
+    code = "\n".join(lines)
     # Of acquires and releases at system scope, too.
     ordered = r"fence|membar|\.(release|acquire|acq_rel)\b" if target.startswith("sm") else r"buffer_(wbl2|inv)"
     assert not re.search(ordered, code)
-    # There are as many bytes of a row of fp8 as threads have halves of 16 bytes.
-    assert wide(code, "store", target) and (wide(code, "load", target) or "given by" in name)
-
-
-@pytest.mark.parametrize("number", by_turns(range(2 * (len(FORMS) + len(WEIGHTS) + len(BIASES) + 3 + 2 * len(PHASES)))))
-def test_nothing_is_spilled(number):
-    _, kernel, arguments, given = next(itertools.islice(cases("sm_90"), number, None))
-    instructions = compile_for("sm_90", kernel, *arguments, **given).instructions()
-    assert not [line for line in instructions if re.search(r"\b(LDL|STL)\b", line)]
+    given = dict(zip(kernel.arg_names, arguments, strict=True))
+    rows = (given["x"], given["layout"].rows) if kernel is dispatch else (given["y"], given["out"])
+    for way, moved in zip(("load", "store"), rows, strict=True):
+        assert wide(code, way, target, bytes_at_a_time(moved, given["EXTENTS"])), (name, way)
+    if target == "sm_90":
+        assert not [line for line in compiled.instructions() if re.search(r"\b(LDL|STL)\b", line)], name

@@ -1,6 +1,7 @@
 """Dispatch and combine in two halves: what sends at once, what receives when a program waits for it."""
 
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hesitation import hesitant
 from experts.layers import WEIGHTS, Layer, both_forms, done_with, experts
 from iris.errors import HeapClosedError, PendingCallError, ReceivedUsedUpError, TooManyInFlightError
 from iris.experts import ExpertsConfig
+from iris.experts.calls import Calls
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -95,7 +97,13 @@ def misuse(ctx, low_latency):
     received = first.wait()
     with pytest.raises(PendingCallError, match=r"wait\(\) of a dispatch\(\) in slot 0 is called a second time"):
         first.wait()
-    back = ep.combine(received.rows, received, async_op=True)
+    # A wait in another capture of a graph than the call, or in none, leaves it to be waited for.
+    with mock.patch.object(Calls, "_capture", return_value=1):
+        back = ep.combine(received.rows, received, async_op=True)
+    with pytest.raises(PendingCallError, match=r"one half of combine\(\) in slot 0"):
+        back.wait()
+    with mock.patch.object(Calls, "_capture", return_value=2), pytest.raises(PendingCallError, match="one half of"):
+        back.wait()
     with pytest.raises(ReceivedUsedUpError, match=r"combine\(\) has ended"):
         ep.combine(received.rows, received)
     # Its memory is in use until it has come back.
@@ -105,7 +113,8 @@ def misuse(ctx, low_latency):
         PendingCallError, match=r"close\(\) comes before wait\(\) of dispatch\(\) in slot 1 and combine"
     ):
         ep.close()
-    back.wait()
+    with mock.patch.object(Calls, "_capture", return_value=1):
+        back.wait()
     with pytest.raises(PendingCallError, match="second time"):
         back.wait()
     ep.combine(second.wait().rows, ep.dispatch(x, ids))
@@ -150,9 +159,17 @@ def in_a_graph(ctx, low_latency):
         wrong += (out[:tokens] != layer.expected("random", round, ctx.cur_rank, True)).sum()
     assert wrong.item() == 0
     pending = ep.dispatch(x, ids, async_op=True)
-    with pytest.raises(PendingCallError, match="not captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(PendingCallError, match="one half of dispatch"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         pending.wait()
-    pending.wait().release()
+    # Of two that run at once, the one that is waited for second goes to another stream.
+    first, second = pending, ep.dispatch(x, ids, weights, async_op=True)
+    first.wait().release()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        received = second.wait()
+        out = ep.combine(layer.through_experts(received, ep.first_expert), received)
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(out[:tokens].double(), layer.expected("random", round, ctx.cur_rank, True))
     done_with(ctx, ep)
 
 
