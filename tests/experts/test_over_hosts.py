@@ -16,6 +16,7 @@ from experts import (
     test_fp8,
     test_functional,
     test_num_tokens,
+    test_options_together,
     test_padding,
     test_results,
     test_rounds,
@@ -70,7 +71,7 @@ ALIKE = {
     "one factor a row": (test_fp8.given, (272, 7), test_fp8.E5M2, False, "expanded"),
     "number on the device": (test_num_tokens.counted, "dispatched", False),
     "number on the device, in halves": (test_num_tokens.counted, "combined", True),
-    "number and factors": (test_num_tokens.narrow,),
+    "options together": (test_options_together.together, "fp8_block128", "compact", True),
     "one bias": (test_bias.biased, 1, "the result itself"),
     "two biases": (test_bias.biased, 2, "by columns"),
     "micro-batches": (test_async.micro_batches, "combined", 7),
@@ -82,7 +83,14 @@ ALIKE = {
     "padding": (test_padding.padded, "compact", BF16, "fp8_block128", 272),
 }
 
-SAMPLE = ("factors given", "number on the device, in halves", "two biases", "micro-batches", "gradients", "rounds")
+SAMPLE = (
+    "factors given",
+    "number on the device, in halves",
+    "options together",
+    "micro-batches",
+    "gradients",
+    "rounds",
+)
 
 
 @pytest.mark.ranks(*FEWER_HOSTS)
