@@ -10,6 +10,9 @@ from iris.language.ll import ll_recv
 from iris.language.ordering import load_relaxed
 from iris.language.target import on_nvidia
 
+# Of a block, on any GPU.
+MOST_THREADS = tl.constexpr(1024)
+
 
 @triton.constexpr_function
 def wait_in_ptx(NUMBER):
@@ -48,6 +51,14 @@ def words_of(NUMBER):
 
 
 @jit
+def repeated(block):
+    """The same again and again, up to an element for each thread of any block at least."""
+    N: tl.constexpr = block.shape[0]
+    COPIES: tl.constexpr = max(1, MOST_THREADS // N)
+    return tl.reshape(tl.broadcast_to(block[None, :], (COPIES, N)), (COPIES * N,))
+
+
+@jit
 def ll_recv_shared(ptrs, stamp, masks, sources, record):
     """`ll_recv` for blocks of any size, also of fewer words than threads: all of these get the words.
 
@@ -56,6 +67,9 @@ def ll_recv_shared(ptrs, stamp, masks, sources, record):
     `iris.language.lamport_poll`. Elsewhere, and where waits have a limit, one thread's load may have shown the stamp
     and another's have come earlier. Behind a barrier all load once more: a later load of a word finds what an earlier
     one has found, or newer (PTX ISA, "Memory Consistency Model": coherence).
+
+    Who polls the same words without a limit may leave the loop when its own loads have shown the stamps. A look at the
+    clock has barriers in it, so with a limit the block leaves together: each thread gets a word, some the same.
     """
     NUMBER: tl.constexpr = len(ptrs)
     words = ()
@@ -75,7 +89,13 @@ def ll_recv_shared(ptrs, stamp, masks, sources, record):
         words += found
     else:
         for i in tl.static_range(NUMBER):
-            ll_recv(ptrs[i], stamp, masks[i], source=sources[i], record=record)
+            if WAIT_LIMIT_NS > 0:
+                # As integers: not every compiler gives others another shape.
+                at, wanted = repeated(tl.cast(ptrs[i], tl.int64)), repeated(tl.cast(masks[i], tl.int32)) != 0
+                word = tl.cast(at, ptrs[i].dtype)
+                ll_recv(word, stamp, wanted, source=repeated(sources[i]), record=record)
+            else:
+                ll_recv(ptrs[i], stamp, masks[i], source=sources[i], record=record)
         cta_sync()
         for i in tl.static_range(NUMBER):
             words += (tl.cast(load_relaxed(ptrs[i], masks[i]), tl.int32),)

@@ -9,6 +9,7 @@ import iris
 import iris.gluon as iris_gl
 from iris import DeviceContext
 from iris.gluon import IrisDeviceCtx
+from iris.language.ll_poll import ll_recv_shared
 
 
 @triton.jit
@@ -175,3 +176,11 @@ def gluon_is_local(context_tensor, target, n, BLOCK: gl.constexpr):
     ranks = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
     if ctx.is_local(n):
         gl.store(target + ranks, 1.0, mask=ctx.is_local(ranks))
+
+
+@triton.jit
+def few_words(words, out, record):
+    """Waits for fewer words than there are threads."""
+    i = tl.arange(0, 4)
+    (found,) = ll_recv_shared((words + i,), 7, (i < 3,), sources=(i,), record=record)
+    tl.store(out + i, found)

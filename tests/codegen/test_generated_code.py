@@ -269,6 +269,30 @@ def test_only_a_wait_with_a_limit_reads_the_clock(limit):
     assert printed == [str(limit == "2.5")] * 8
 
 
+REDUCED_IN_A_WAIT = """
+import re
+import sys
+import torch
+from codegen import device_kernels
+from codegen.offline import compile_for
+words = torch.zeros(16, dtype=torch.int64)
+for target in sys.argv[1:]:
+    ttgir = compile_for(target, device_kernels.few_words, words, torch.zeros(16, dtype=torch.int32), words).ttgir
+    sizes = re.findall(r"tt.reduce.*?\\(tensor<(\\d+)x", ttgir, flags=re.S)
+    print(*sizes)
+"""
+
+
+def test_a_block_leaves_a_wait_with_a_limit_together():
+    """What decides is reduced over all threads, though the words are few: a look at the clock has barriers in it."""
+    environment = {**os.environ, "IRIS_WAIT_TIMEOUT_S": "2.5", "PYTHONPATH": import_path(TESTS)}
+    command = [*python(), "-c", REDUCED_IN_A_WAIT, "sm_90", "gfx950"]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(printed) == 2
+    for sizes in printed:
+        assert sizes.split() and min(map(int, sizes.split())) >= 1024
+
+
 def test_a_context_that_is_made_by_its_class_alone_is_told_by_the_compiler():
     with pytest.raises(triton.CompilationError, match=r"write DeviceContext\.initialize\("):
         compile_for("sm_90", by_its_class, CONTEXT)

@@ -49,7 +49,9 @@ def test_fp16_and_bf16(layout):
 @pytest.mark.parametrize("layout", ["padded", "expanded"])
 @pytest.mark.parametrize("scale", SCALES[:-1])
 def test_fp8(layout, scale):
-    for (K, N), columns in sample([(128, 128), (16, 8), (400, 200)], [64, 128]):
+    # A tile of scales of blocks may be of two blocks, of which the second may begin behind B's last column.
+    widths = [64, 128, 256] if "blocks" in scale else [64, 128]
+    for (K, N), columns in sample([(128, 128), (16, 8), (272, 520), (400, 200)], widths):
         check(SIZES["halves"], layout, FP8, K, N, "columns", scale, config=config(columns, 128))
 
 
@@ -61,6 +63,7 @@ def test_fp8(layout, scale):
         (FP8, "lines", 128),
         (FP8, "A by blocks", 128),
         (FP8, "blocks", 128),
+        (FP8, "blocks", 256),
         (FP8, "lines, blocks", 128),
     ],
     ids=str,

@@ -68,3 +68,6 @@ class GroupedTiling(NamedTuple):
     TRANS_B: bool
     LEAVING: int = 0
     """Programs that end when five eighths of the tiles are done, so that another kernel finds room."""
+    PARTS: int = 1
+    """In how many parts the columns of B's tile lie and are multiplied, each with a scale of its own. 2 with scales of
+    blocks, if the tile is wider than a block or has a gate: the left and the right half of B."""

@@ -34,8 +34,19 @@ from iris.ops.grouped.groups import rows_of
 from iris.ops.grouped.stages import stage_of
 from iris.ops.hopper.grouped_product import multiply
 from iris.ops.hopper.pipeline import PANEL, REGISTERS, WARPS, barriers, fetch
-from iris.ops.hopper.writer import STRIP, STRIP_LAYOUT, await_products, columns_of, free_products, strip_of
+from iris.ops.hopper.writer import (
+    STRIP,
+    STRIP_LAYOUT,
+    await_products,
+    columns_of,
+    first_row_of,
+    free_products,
+    strip_of,
+)
 from iris.ops.hopper.writer import rows_of as rows_in_tile
+
+# As `REGISTERS`, where a multiplier has 64 x 256 sums and 64 x 128 products: 192 registers a thread.
+REGISTERS_OF_PARTS = gl.constexpr([216, 72, 72])
 
 
 @gluon_jit
@@ -182,10 +193,11 @@ def make_pipeline(a, b, element: gl.constexpr, FORM: gl.constexpr, TILING: gl.co
     STAGES: gl.constexpr = TILING.STAGES
     PANELS: gl.constexpr = BLOCK_N // 2 // PANEL if FORM.GATED else BLOCK_N // PANEL
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, HALF, PANEL], element)
-    shape_b: gl.constexpr = [BLOCK_N, BLOCK_K] if TILING.TRANS_B else [BLOCK_K, BLOCK_N]
+    PARTS: gl.constexpr = TILING.PARTS
+    shape_b: gl.constexpr = [BLOCK_N // PARTS, BLOCK_K] if TILING.TRANS_B else [BLOCK_K, BLOCK_N]
     made = GroupedPipeline(
         tiles_a=gl.allocate_shared_memory(a.dtype, [2 * STAGES, HALF, BLOCK_K], a.layout),
-        tiles_b=gl.allocate_shared_memory(b.dtype, [STAGES, shape_b[0], shape_b[1]], b.layout),
+        tiles_b=gl.allocate_shared_memory(b.dtype, [PARTS * STAGES, shape_b[0], shape_b[1]], b.layout),
         products=gl.allocate_shared_memory(element, [2 * PANELS, 1, HALF, PANEL], layout),
         smem_full=barriers(STAGES, 1),
         smem_empty=barriers(STAGES, 2),
@@ -204,7 +216,8 @@ def load(pipeline, tiles, a, b, extents, FORM: gl.constexpr, TILING: gl.constexp
     HALF: gl.constexpr = a.block_type.shape[0]
     BLOCK_K: gl.constexpr = a.block_type.shape[1]
     BLOCK_N: gl.constexpr = TILING.BLOCK_N
-    BYTES_B: gl.constexpr = b.block_type.nbytes * (2 if FORM.GATED else 1)
+    PARTS: gl.constexpr = TILING.PARTS
+    BYTES_B: gl.constexpr = b.block_type.nbytes * (2 if FORM.GATED else PARTS)
     number, step, total = tiles.first(), 0, tiles.count()
     while number < total:
         group, first, count, row, column = tiles.at(number)
@@ -214,13 +227,17 @@ def load(pipeline, tiles, a, b, extents, FORM: gl.constexpr, TILING: gl.constexp
         for k in range(0, extents.K, BLOCK_K):
             stage = step % S
             mbarrier.wait(pipeline.smem_empty.index(stage), step // S & 1 ^ 1)
-            full, tile = pipeline.smem_full.index(stage), pipeline.tiles_b.index(stage)
+            full, tile = pipeline.smem_full.index(stage), pipeline.tiles_b.index(PARTS * stage)
             # One arrival, by either.
             mbarrier.expect(full, 2 * a.block_type.nbytes + BYTES_B, pred=both)
             mbarrier.expect(full, a.block_type.nbytes + BYTES_B, pred=alone)
             fetch(a, [row, k], full, pipeline.tiles_a.index(2 * stage))
             fetch(a, [row + HALF, k], full, pipeline.tiles_a.index(2 * stage + 1), pred=both)
-            if FORM.GATED:
+            if PARTS == 2:
+                second = extents.N if FORM.GATED else BLOCK_N // 2
+                fetch(b, [behind + column, k], full, tile)
+                fetch(b, [behind + second + column, k], full, pipeline.tiles_b.index(PARTS * stage + 1))
+            elif FORM.GATED:
                 gl.static_assert(TILING.TRANS_B, "a B with a gate lies by columns")
                 fetch(b, [behind + column, k], full, tile.slice(0, BLOCK_N // 2))
                 fetch(b, [behind + extents.N + column, k], full, tile.slice(BLOCK_N // 2, BLOCK_N // 2))
@@ -233,7 +250,7 @@ def load(pipeline, tiles, a, b, extents, FORM: gl.constexpr, TILING: gl.constexp
 
 
 @gluon_jit
-def write(pipeline, tiles, out, progress, STAGES: gl.constexpr):
+def write(pipeline, tiles, out, progress, STAGES: gl.constexpr, TILING: gl.constexpr):
     """The writer's part: rows of the tile's group alone, strips without any not at all."""
     number, done, total = tiles.first(), 0, tiles.count()
     while number < total:
@@ -245,7 +262,9 @@ def write(pipeline, tiles, out, progress, STAGES: gl.constexpr):
             at_n = columns.to(gl.int64)[None, :] * out.column_stride
             for strip in gl.static_range(pipeline.products.shape[2] // STRIP):
                 lines = row + rows_in_tile(pipeline, panel, strip)
-                if gl.min(lines, axis=0) < count:
+                # The same, but a minimum of all threads' rows takes registers, which the writer of two parts lacks.
+                top = row + first_row_of(pipeline, panel, strip) if TILING.PARTS == 2 else gl.min(lines, axis=0)
+                if top < count:
                     values = strip_of(pipeline, panel, strip).load(STRIP_LAYOUT)
                     mask = (lines < count)[:, None] & (columns < tiles.columns)[None, :]
                     gl.store(begin + (lines.to(gl.int64)[:, None] * out.row_stride + at_n), values, mask=mask)
@@ -290,9 +309,9 @@ def hopper_grouped_matmul(
         [
             (multiply, (pipeline, tiles, scale_a, scale_b, extents, 0, FORM, TILING)),
             (multiply, (pipeline, tiles, scale_a, scale_b, extents, 1, FORM, TILING)),
-            (write, (pipeline, tiles, out, progress, STAGES)),
+            (write, (pipeline, tiles, out, progress, STAGES, TILING)),
             (load, (pipeline, tiles, tensor_map_a, tensor_map_b, extents, FORM, TILING)),
         ],
         WARPS,
-        REGISTERS,
+        REGISTERS_OF_PARTS if TILING.PARTS == 2 else REGISTERS,
     )

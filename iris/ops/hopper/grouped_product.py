@@ -3,6 +3,13 @@
 Of fp8 the tensor cores add up with fewer bits than float32 has, so each stage's products begin with zero, and are added
 here while the other multiplier's are under way: as in `iris.ops.hopper.pipeline.multiply`. With scales for blocks a
 stage is as deep as a block, and its products are multiplied before they are added: one fused instruction an element.
+
+To multiply 64 x 128 elements of a stage takes the tensor cores 256 cycles, and to add them up 64 instructions of each
+warp: that hides behind the other multiplier's products. What bounds tiles of 128 x 128 of fp8 is the L2 cache. For 512
+cycles of products they fetch 32 KiB, 64 bytes a cycle; at 40, on all multiprocessors of an H200, its ports are busy for
+83 % of the time. Tiles of 128 x 256 fetch 48. Their sums and as many products have no room in the registers of two
+multipliers. So with scales for blocks B's tile has two parts of columns. Their products are formed one after the other,
+in the same registers.
 """
 
 from triton.experimental.gluon import language as gl
@@ -89,58 +96,74 @@ def sums(pipeline, step, K, zeros, HALF: gl.constexpr, TILING: gl.constexpr):
 
 
 @gluon_jit
-def factors_of_stage(place, scale_a, scale_b, like, N, block, HALF: gl.constexpr):
-    """Of the rows of a block of K, of the tile's columns, and of those N behind them, which a gate's are."""
-    of_rows, of_columns, of_right = 1.0, 1.0, 1.0
+def side_by_side(left, right):
+    """One block of the columns of both; no thread gets any from another."""
+    return gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], 2 * left.shape[1]])
+
+
+@gluon_jit
+def factors_of_stage(place, scale_a, scale_b, like, behind, block, HALF: gl.constexpr):
+    """Of the rows of a block of K, of the columns of the tile's first part, and of those so many ``behind`` them."""
+    of_rows, of_first, of_second = 1.0, 1.0, 1.0
     if scale_a.ptr is not None:
         of_rows = factors_of_rows(scale_a, place, like, block=block, HALF=HALF)
     if scale_b.ptr is not None:
-        of_columns = factor_of_block(scale_b, place, block, behind=0)
-        of_right = factor_of_block(scale_b, place, block, behind=N)
-    return of_rows, of_columns, of_right
+        of_first = factor_of_block(scale_b, place, block, behind=0)
+        of_second = factor_of_block(scale_b, place, block, behind=behind)
+    return of_rows, of_first, of_second
+
+
+@gluon_jit
+def begin_part(pipeline, stage, zeros, HALF: gl.constexpr, PART: gl.constexpr):
+    """Begin the product of a stage's A and a part of its B."""
+    PARTS: gl.constexpr = 2 * pipeline.tiles_b.shape[0] // pipeline.tiles_a.shape[0]
+    left, right = pipeline.tiles_a.index(2 * stage + HALF), pipeline.tiles_b.index(PARTS * stage + PART)
+    return warpgroup_mma(left, right.permute((1, 0)), zeros, is_async=True)
 
 
 @gluon_jit
 def scaled_sums(
-    pipeline,
-    place,
-    step,
-    scale_a,
-    scale_b,
-    extents,
-    zeros,
-    HALF: gl.constexpr,
-    FORM: gl.constexpr,
-    TILING: gl.constexpr,
+    pipeline, place, step, scale_a, scale_b, extents, HALF: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """The same of fp8 with scales for blocks of K: of the tile's columns, and of those with a gate the right half.
+    """The same of fp8 with scales for blocks of K: of each of the tile's parts; of the first, if there is one.
 
-    Scales are loaded a stage ahead, so that no product waits for them.
+    A stage's scales are loaded behind the last products of the stage before. That one's are not needed any more then,
+    but as factors: else the loaded ones would be copied over them, and a copy waits for the load.
     """
-    BLOCK_K: gl.constexpr = pipeline.tiles_a.shape[2]
-    gl.static_assert(BLOCK_K == SCALED_TOGETHER, "a stage is a block of scales")
+    S: gl.constexpr = TILING.STAGES
+    ROWS: gl.constexpr = pipeline.tiles_a.shape[1]
+    COLUMNS: gl.constexpr = TILING.BLOCK_N // TILING.PARTS
+    gl.static_assert(pipeline.tiles_a.shape[2] == SCALED_TOGETHER, "a stage is a block of scales")
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, pipeline.tiles_a.dtype))
+    first, second = zeros, zeros
+    blocks = gl.cdiv(extents.K, SCALED_TOGETHER)
     if FORM.GATED:
-        acc, right_acc = by_halves(zeros)
+        behind = extents.N
     else:
-        acc, right_acc = zeros, zeros
-    blocks, behind = gl.cdiv(extents.K, BLOCK_K), extents.N if FORM.GATED else 0
-    of_rows, of_columns, of_right = factors_of_stage(place, scale_a, scale_b, acc, N=behind, block=0, HALF=HALF)
+        # Behind the last column is no second part, and no scale of one.
+        behind = gl.where(place[4] + COLUMNS < extents.N, COLUMNS, 0)
+    of_rows, of_first, of_second = factors_of_stage(place, scale_a, scale_b, zeros, behind=behind, block=0, HALF=HALF)
     for block in range(blocks):
+        stage = step % S
+        mbarrier.wait(pipeline.smem_full.index(stage), step // S & 1)
+        first_factors, second_factors = of_rows * of_first, of_rows * of_second
+        product = begin_part(pipeline, stage, zeros, HALF=HALF, PART=0)
+        if TILING.PARTS == 2:
+            first += warpgroup_mma_wait(0, deps=[product]) * first_factors
+            product = begin_part(pipeline, stage, zeros, HALF=HALF, PART=1)
         # Behind the last one it once more.
         following = gl.minimum(block + 1, blocks - 1)
-        next_rows, next_columns, next_right = factors_of_stage(
-            place, scale_a, scale_b, acc, N=behind, block=following, HALF=HALF
+        of_rows, of_first, of_second = factors_of_stage(
+            place, scale_a, scale_b, zeros, behind=behind, block=following, HALF=HALF
         )
-        product = product_of_stage(pipeline, step, zeros, HALF=HALF, TILING=TILING)
-        if FORM.GATED:
-            left, right = by_halves(product)
-            acc += left * (of_rows * of_columns)
-            right_acc += right * (of_rows * of_right)
+        product = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(pipeline.smem_empty.index(stage), count=1)
+        if TILING.PARTS == 2:
+            second += product * second_factors
         else:
-            acc += product * (of_rows * of_columns)
-        of_rows, of_columns, of_right = next_rows, next_columns, next_right
+            first += product * first_factors
         step += 1
-    return acc, right_acc
+    return first, second
 
 
 @gluon_jit
@@ -150,21 +173,14 @@ def results(
     """A half of a tile of the result, in float32."""
     ROWS: gl.constexpr = pipeline.products.shape[2]
     COLUMNS: gl.constexpr = TILING.BLOCK_N
-    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, pipeline.tiles_a.dtype))
     if FORM.BLOCKED:
         acc, right = scaled_sums(
-            pipeline,
-            place,
-            step,
-            scale_a,
-            scale_b=scale_b,
-            extents=extents,
-            zeros=zeros,
-            HALF=HALF,
-            FORM=FORM,
-            TILING=TILING,
+            pipeline, place, step, scale_a, scale_b=scale_b, extents=extents, HALF=HALF, FORM=FORM, TILING=TILING
         )
+        if TILING.PARTS == 2 and not FORM.GATED:
+            acc = side_by_side(acc, right)
     else:
+        zeros = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, pipeline.tiles_a.dtype))
         acc = sums(pipeline, step, extents.K, zeros, HALF=HALF, TILING=TILING)
         if scale_a.ptr is not None:
             acc *= factors_of_rows(scale_a, place, acc, block=0, HALF=HALF)
@@ -182,7 +198,7 @@ def results(
 @gluon_jit
 def multiply(pipeline, tiles, scale_a, scale_b, extents, HALF: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr):
     """A multiplier: one half of each of this program's tiles, if there are rows in it."""
-    S: gl.constexpr = pipeline.tiles_b.shape[0]
+    S: gl.constexpr = TILING.STAGES
     ROWS: gl.constexpr = pipeline.products.shape[2]
     gl.static_assert(gl.num_warps() == 4, "a multiplier is a warp group")
     steps = gl.cdiv(extents.K, pipeline.tiles_a.shape[2])

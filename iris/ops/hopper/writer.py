@@ -41,11 +41,16 @@ def strip_of(pipeline, panel, strip: gl.constexpr):
 
 
 @gluon_jit
+def first_row_of(pipeline, panel, strip: gl.constexpr):
+    """Which row of the tile the strip's first is."""
+    ROWS: gl.constexpr = pipeline.products.shape[2]
+    return panel // (pipeline.products.shape[0] // 2) * ROWS + strip * STRIP
+
+
+@gluon_jit
 def rows_of(pipeline, panel, strip: gl.constexpr):
     """Which rows of the tile the strip's are."""
-    ROWS: gl.constexpr = pipeline.products.shape[2]
-    first = panel // (pipeline.products.shape[0] // 2) * ROWS + strip * STRIP
-    return first + gl.arange(0, STRIP, gl.SliceLayout(1, STRIP_LAYOUT))
+    return first_row_of(pipeline, panel, strip) + gl.arange(0, STRIP, gl.SliceLayout(1, STRIP_LAYOUT))
 
 
 @gluon_jit
