@@ -128,7 +128,7 @@ def misuse(ctx, low_latency):
     ep.close()
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(1, exactly=True)
 @both_forms
 def test_misuse(ranks, low_latency):
     ranks.run(misuse, low_latency)

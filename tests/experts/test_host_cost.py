@@ -52,7 +52,7 @@ def operators(ctx, low_latency, layout, quantize):
     done_with(ctx, ep)
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(1, exactly=True)
 @pytest.mark.parametrize("layout", ["expanded", "compact"])
 @pytest.mark.parametrize("quantize", [None, "fp8_block128", "given"])
 @both_forms

@@ -93,7 +93,7 @@ def limits(ctx, low_latency):
     ep.close()
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(1, exactly=True)
 @both_forms
 def test_limits(ranks, low_latency):
     ranks.run(limits, low_latency)

@@ -125,7 +125,7 @@ def not_asked_for(ctx, low_latency):
         dataclasses.replace(CONFIG, statistics=1)
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(1, exactly=True)
 @both_forms
 def test_they_are_asked_for(ranks, low_latency):
     ranks.run(not_asked_for, low_latency)
