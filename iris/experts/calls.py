@@ -4,6 +4,7 @@ A call of tensors like those of an earlier one costs a look into a dictionary (`
 use, and the driver's call.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -95,25 +96,24 @@ class Calls:
     ) -> Any:
         """`ExpertParallel.dispatch`. ``rows [rows, H]``: where rows go, by default to the memory set aside for them."""
         self.enter()
-        kinds = (kind_of(x), kind_of(topk_ids), kind_of(topk_weights), kind_of(x_scales), kind_of(num_tokens))
-        key = (layout, quantize, bool(async_op), *kinds)
+        kinds = kind_of(x), kind_of(topk_ids), kind_of(topk_weights), kind_of(x_scales), kind_of(num_tokens)
+        key = (layout, quantize, async_op, kinds)
         plan = self._plans.find(key)
         if plan is None:
-            plan = self._plans.of_dispatch(
-                x, topk_ids, topk_weights, x_scales, quantize, layout, num_tokens, bool(async_op)
-            )
-            self._plans.remember(key, plan)
+            plan = self._plans.of_dispatch(x, topk_ids, topk_weights, x_scales, quantize, layout, num_tokens, async_op)
+            self._plans.remember(key, kinds, plan)
         factors = () if x_scales is None else (to_read(x_scales),)
         return self._send(plan, to_read(x), topk_ids, topk_weights, factors, layout, num_tokens, rows)
 
     def route(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, layout: str) -> Received:
         """A dispatch of the choices alone: for a combine of rows that are there."""
         self.enter()
-        key = (layout, kind_of(topk_ids), kind_of(topk_weights))
+        kinds = kind_of(topk_ids), kind_of(topk_weights)
+        key = (layout, kinds)
         plan = self._plans.find(key)
         if plan is None:
             plan = self._plans.of_route(topk_ids, topk_weights, layout)
-            self._plans.remember(key, plan)
+            self._plans.remember(key, kinds, plan)
         return self._send(plan, plan.views[0].rows, topk_ids, topk_weights, (), layout)
 
     def combine(
@@ -136,17 +136,22 @@ class Calls:
         tokens = received.num_tokens
         if out is None:
             out = room_for(tokens, self.extents.H, self.dtype, self._device)
-        biases = () if bias is None else checks.biases_of(bias)
-        kinds = (kind_of(y), kind_of(topk_weights), kind_of(out), *[kind_of(each) for each in biases])
-        key = (received.layout, tokens, received.weighted, bool(async_op), *kinds)
+        kinds: tuple = (kind_of(y), kind_of(topk_weights), kind_of(out))
+        biases = ()
+        if bias is not None:
+            biases = checks.biases_of(bias)
+            kinds += tuple([kind_of(each) for each in biases])
+        key = (received.layout, tokens, received.weighted, async_op, kinds)
         plan = self._plans.find(key)
         if plan is None:
-            plan = self._plans.of_combine(y, received, topk_weights, out, biases, bool(async_op))
-            self._plans.remember(key, plan)
+            plan = self._plans.of_combine(y, received, topk_weights, out, biases, async_op)
+            self._plans.remember(key, kinds, plan)
         if not out.is_contiguous() or out.is_neg():
             raise InvalidExpertsError(f"combine() takes an out that is contiguous; its strides are {out.stride()}.")
         weights = self._no_weights if topk_weights is None else to_read(topk_weights)
-        given = (to_read(y), weights, out, *[to_read(each) for each in biases])
+        given: tuple[torch.Tensor, ...] = (to_read(y), weights, out)
+        if biases:
+            given += tuple([to_read(each) for each in biases])
         pointers = pointers_of("combine", given)
         if biases:
             checks.check_apart(pointers[2], out.nbytes, pointers[3:])
@@ -156,14 +161,9 @@ class Calls:
         views = plan.views[received._slot]
         self._launch(plan, views, given, pointers)
         received._ended = "combine()"
-
-        def end() -> torch.Tensor:
-            bump_version(out)
-            self._in_use[received._slot] = False
-            return out
-
         if plan.receiving is None:
-            return end()
+            return self._combined(received._slot, out)
+        end = functools.partial(self._combined, received._slot, out)
         return self._pend(plan.receiving, views, received._slot, given, pointers, end)
 
     def release(self, received: Received) -> None:
@@ -269,7 +269,9 @@ class Calls:
         rows: torch.Tensor | None = None,
     ) -> Any:
         weights = self._no_weights if topk_weights is None else to_read(topk_weights)
-        given = (x, to_read(topk_ids), weights, *factors, *(() if num_tokens is None else (num_tokens,)))
+        given = (x, to_read(topk_ids), weights, *factors)
+        if num_tokens is not None:
+            given += (num_tokens,)
         pointers = pointers_of("dispatch", given)
         checked = (DEBUGGING or simulator.ACTIVE) and not self._capturing()
         if checked:
@@ -286,13 +288,21 @@ class Calls:
         views = plan.views[number] if rows is None else with_rows(plan.views[number], rows)
         self._launch(plan, views, given, pointers)
         self._in_use[number] = True
+        tokens = topk_ids.shape[0]
+        if plan.receiving is None:
+            return self._dispatched(number, layout, views, tokens, weighted)
+        end = functools.partial(self._dispatched, number, layout, views, tokens, weighted)
+        return self._pend(plan.receiving, views, number, given, pointers, end)
 
-        def end() -> Received:
-            # Autograd may have saved what an earlier dispatch had put there.
-            bump_version(views.rows)
-            return Received(self, number, layout, views, topk_ids.shape[0], weighted)
+    def _dispatched(self, number: int, layout: str, views: Views, tokens: int, weighted: bool) -> Received:
+        # Autograd may have saved what an earlier dispatch had put there.
+        bump_version(views.rows)
+        return Received(self, number, layout, views, tokens, weighted)
 
-        return end() if plan.receiving is None else self._pend(plan.receiving, views, number, given, pointers, end)
+    def _combined(self, number: int, out: torch.Tensor) -> torch.Tensor:
+        bump_version(out)
+        self._in_use[number] = False
+        return out
 
     def _pend(
         self,
