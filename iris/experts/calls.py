@@ -137,7 +137,7 @@ class Calls:
         if out is None:
             out = room_for(tokens, self.extents.H, self.dtype, self._device)
         kinds: tuple = (kind_of(y), kind_of(topk_weights), kind_of(out))
-        biases = ()
+        biases: tuple[torch.Tensor, ...] = ()
         if bias is not None:
             biases = checks.biases_of(bias)
             kinds += tuple([kind_of(each) for each in biases])
