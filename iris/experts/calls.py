@@ -4,6 +4,7 @@ A call of tensors like those of an earlier one costs a look into a dictionary (`
 use, and the driver's call.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from iris.ccl.protocols import CollectivesContext
 from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.cuda_graphs.capture import capture_id
-from iris.errors import HeapClosedError, InvalidExpertsError, PendingCallError, TooManyInFlightError
+from iris.errors import HeapClosedError, PendingCallError, TooManyInFlightError
 from iris.experts import checks, padding
 from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED
 from iris.experts.config import ExpertsConfig
@@ -33,7 +34,7 @@ from iris.heap import describe_address
 from iris.heap.history import debugging
 from iris.language.target import on_nvidia
 from iris.operators.version_counter import bump_version
-from iris.runtime.launch import addresses, prepare
+from iris.runtime.launch import prepare
 from iris.world import Group
 
 DEBUGGING = debugging()
@@ -98,25 +99,24 @@ class Calls:
     ) -> Any:
         """`ExpertParallel.dispatch`. ``rows [rows, H]``: where rows go, by default to the memory set aside for them."""
         self.enter()
-        kinds = (kind_of(x), kind_of(topk_ids), kind_of(topk_weights), kind_of(x_scales), kind_of(num_tokens))
-        key = (layout, quantize, bool(async_op), *kinds)
+        kinds = kind_of(x), kind_of(topk_ids), kind_of(topk_weights), kind_of(x_scales), kind_of(num_tokens)
+        key = (layout, quantize, async_op, kinds)
         plan = self._plans.find(key)
         if plan is None:
-            plan = self._plans.of_dispatch(
-                x, topk_ids, topk_weights, x_scales, quantize, layout, num_tokens, bool(async_op)
-            )
-            self._plans.remember(key, plan)
+            plan = self._plans.of_dispatch(x, topk_ids, topk_weights, x_scales, quantize, layout, num_tokens, async_op)
+            self._plans.remember(key, kinds, plan)
         factors = () if x_scales is None else (to_read(x_scales),)
         return self._send(plan, to_read(x), topk_ids, topk_weights, factors, layout, num_tokens, rows)
 
     def route(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, layout: str) -> Received:
         """A dispatch of the choices alone: for a combine of rows that are there."""
         self.enter()
-        key = (layout, kind_of(topk_ids), kind_of(topk_weights))
+        kinds = kind_of(topk_ids), kind_of(topk_weights)
+        key = (layout, kinds)
         plan = self._plans.find(key)
         if plan is None:
             plan = self._plans.of_route(topk_ids, topk_weights, layout)
-            self._plans.remember(key, plan)
+            self._plans.remember(key, kinds, plan)
         return self._send(plan, plan.views[0].rows, topk_ids, topk_weights, (), layout)
 
     def combine(
@@ -130,20 +130,25 @@ class Calls:
     ) -> Any:
         """`ExpertParallel.combine`."""
         self.enter()
-        self._check_own(received)
+        checks.check_received(received, self)
         tokens = self._tokens_of(received)
         if out is None:
             out = room_for(tokens, self.extents.H, self.dtype, self._device)
-        biases = () if bias is None else checks.biases_of(bias)
-        kinds = (kind_of(y), kind_of(topk_weights), kind_of(out), *[kind_of(each) for each in biases])
-        key = (received.layout, tokens, received.weighted, bool(async_op), *kinds)
+        kinds: tuple = (kind_of(y), kind_of(topk_weights), kind_of(out))
+        biases: tuple[torch.Tensor, ...] = ()
+        if bias is not None:
+            biases = checks.biases_of(bias)
+            kinds += tuple([kind_of(each) for each in biases])
+        key = (received.layout, tokens, received.weighted, async_op, kinds)
         plan = self._plans.find(key)
         if plan is None:
-            plan = self._plans.of_combine(y, received, tokens, topk_weights, out, biases, bool(async_op))
-            self._plans.remember(key, plan)
+            plan = self._plans.of_combine(y, received, tokens, topk_weights, out, biases, async_op)
+            self._plans.remember(key, kinds, plan)
         checks.check_out(out)
         weights = self._no_weights if topk_weights is None else to_read(topk_weights)
-        given = (to_read(y), weights, out, *[to_read(each) for each in biases])
+        given: tuple[torch.Tensor, ...] = (to_read(y), weights, out)
+        if biases:
+            given += tuple([to_read(each) for each in biases])
         pointers = pointers_of("combine", given)
         if biases:
             checks.check_apart(pointers[2], out.nbytes, pointers[3:])
@@ -153,14 +158,9 @@ class Calls:
         views = plan.views[received._slot]
         self._launch(plan, views, given, pointers)
         received._ended = "combine()"
-
-        def end() -> torch.Tensor:
-            bump_version(out)
-            self._in_use[received._slot] = False
-            return out
-
         if plan.receiving is None:
-            return end()
+            return self._combined(received._slot, out)
+        end = functools.partial(self._combined, received._slot, out)
         return self._pend_launch(plan.receiving, views, received._slot, given, pointers, end)
 
     def release(self, received: Received) -> None:
@@ -179,11 +179,7 @@ class Calls:
             if rows is not None:
                 args = padding.arguments(rows, received.counts, received.offsets, self.extents)
                 launches = self._plans.launches_of(("zero_padding", rows.dtype, args[3:5]))
-                if () not in launches:
-                    launches[()] = prepare(
-                        padding.zero_padding, (self._kernels.programs, 1, 1), *args, num_warps=padding.NUM_WARPS
-                    )
-                launches[()](self._stream(), addresses(args))
+                padding.enqueue(launches, self._kernels.programs, args, self._stream())
                 bump_version(rows)
 
     def close(self) -> bool:
@@ -249,15 +245,6 @@ class Calls:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _check_own(self, received: Any) -> None:
-        """That a combine may have it."""
-        if not isinstance(received, Received) or received._owner is not self:
-            what = "is of another one" if isinstance(received, Received) else "is none"
-            raise InvalidExpertsError(
-                f"combine() takes what dispatch() of the same ctx.experts() has returned, and {received!r:.80} {what}."
-            )
-        received._check_in_use("combine")
-
     def _tokens_of(self, received: Received) -> int:
         """Rows of the result of its combine."""
         return received.num_tokens
@@ -284,7 +271,9 @@ class Calls:
         rows: torch.Tensor | None = None,
     ) -> Any:
         weights = self._no_weights if topk_weights is None else to_read(topk_weights)
-        given = (x, to_read(topk_ids), weights, *factors, *(() if num_tokens is None else (num_tokens,)))
+        given = (x, to_read(topk_ids), weights, *factors)
+        if num_tokens is not None:
+            given += (num_tokens,)
         pointers = pointers_of("dispatch", given)
         checked = (DEBUGGING or simulator.ACTIVE) and not self._capturing()
         if checked:
@@ -301,15 +290,21 @@ class Calls:
         views = plan.views[number] if rows is None else with_rows(plan.views[number], rows)
         self._launch(plan, views, given, pointers)
         self._in_use[number] = True
-
-        def end() -> Received:
-            # Autograd may have saved what an earlier dispatch had put there.
-            bump_version(views.rows)
-            return Received(self, number, layout, views, topk_ids.shape[0], weighted)
-
+        tokens = topk_ids.shape[0]
         if plan.receiving is None:
-            return end()
+            return self._dispatched(number, layout, views, tokens, weighted)
+        end = functools.partial(self._dispatched, number, layout, views, tokens, weighted)
         return self._pend_launch(plan.receiving, views, number, given, pointers, end)
+
+    def _dispatched(self, number: int, layout: str, views: Views, tokens: int, weighted: bool) -> Received:
+        # Autograd may have saved what an earlier dispatch had put there.
+        bump_version(views.rows)
+        return Received(self, number, layout, views, tokens, weighted)
+
+    def _combined(self, number: int, out: torch.Tensor) -> torch.Tensor:
+        bump_version(out)
+        self._in_use[number] = False
+        return out
 
     def _pend_launch(
         self,

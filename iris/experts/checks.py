@@ -9,6 +9,7 @@ from iris.ccl.checks import check_tensor
 from iris.errors import InvalidConfigError, InvalidExpertsError, WrongDeviceError
 from iris.experts.config import DEFAULT, LAYOUTS, ExpertsConfig
 from iris.experts.kernel_arguments import Form
+from iris.experts.received import Received
 from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
 from iris.language.barrier import LANES
 from iris.language.target import architecture
@@ -163,6 +164,16 @@ def check_combine(
         check_given("combine", "topk_weights", topk_weights, limits.device, pairs, (torch.float32,))
     for role, tensor in (("out", out), *[("bias", each) for each in biases]):
         check_given("combine", role, tensor, limits.device, (tokens, limits.hidden), (limits.dtype,))
+
+
+def check_received(received: Any, owner: object) -> None:
+    """That a combine of this owner may have it."""
+    if not isinstance(received, Received) or received._owner is not owner:
+        what = "is of another one" if isinstance(received, Received) else "is none"
+        raise InvalidExpertsError(
+            f"combine() takes what dispatch() of the same ctx.experts() has returned, and {received!r:.80} {what}."
+        )
+    received._check_in_use("combine")
 
 
 def check_out(out: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ from iris.language.target import architecture, threads_per_warp
 NUM_WARPS = 4
 # What rows of fp8 are moved as, where their values do not matter.
 BYTES = torch.uint8
+NO_BIAS = Bias()
 
 
 class Kernel(NamedTuple):
@@ -72,15 +73,18 @@ def kernels_of(extents: Extents | FewTokens) -> Kernels:
 def _dispatch_arguments(memory: tuple, given: tuple, tail: tuple) -> tuple:
     slot, layout, scales, statistics = memory
     x, topk_ids, topk_weights, *others = given
-    _, _, _, form, _, _ = tail
-    if form.SCALES and form.QUANTIZE == NOT.value:
-        scales = Scales(others.pop(0), *scales[1:])
-        x = x.view(BYTES) if isinstance(x, torch.Tensor) else x
-    num_tokens = others[0] if others else None
+    num_tokens = None
+    if others:
+        form = tail[3]
+        if form.SCALES and form.QUANTIZE == NOT.value:
+            scales = Scales(others.pop(0), *scales[1:])
+            x = x.view(BYTES) if isinstance(x, torch.Tensor) else x
+        num_tokens = others[0] if others else None
     return slot, x, scales, topk_ids, topk_weights, layout, num_tokens, statistics, *tail
 
 
 def _combine_arguments(memory: tuple, given: tuple, tail: tuple) -> tuple:
     slot, (_, _, _, places), _, statistics = memory
     y, topk_weights, out, *biases = given
-    return slot, y, topk_weights, places, out, Bias(*biases), statistics, *tail
+    bias = Bias(*biases) if biases else NO_BIAS
+    return slot, y, topk_weights, places, out, bias, statistics, *tail

@@ -140,7 +140,7 @@ class CallsOverHosts(Calls):
         async_op: bool = False,
     ) -> Any:
         self.enter()
-        self._check_own(received)
+        checks.check_received(received, self)
         tokens, hidden, hosts = received.num_tokens, self.limits.hidden, len(self._hosts)
         result = room_for(tokens, hidden, self.dtype, self._device) if out is None else out
         biases = () if bias is None else checks.biases_of(bias)

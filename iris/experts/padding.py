@@ -3,6 +3,8 @@
 In memory of this rank alone. A program has every so many of the rows, and stores to those that no expert has got.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,7 @@ from triton import next_power_of_2
 from iris.ccl.kernel_launch import INTEGERS
 from iris.experts.kernel_arguments import Extents, FewTokens
 from iris.language.dependent_launch import gdc_wait
+from iris.runtime.launch import addresses, prepare
 
 # Bytes of a row that a program stores at a time: eight vectors of 16 bytes for each of 128 threads.
 BLOCK_BYTES = 16384
@@ -40,3 +43,12 @@ def arguments(rows: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, e
     room, width = rows.shape[:-1].numel(), rows.shape[-1]
     words = rows.view(INTEGERS[rows.itemsize])
     return words, counts, offsets, room, width, min(next_power_of_2(width), BLOCK_BYTES // rows.itemsize), extents
+
+
+def enqueue(
+    launches: dict[tuple[int, ...], Callable[..., None]], programs: int, args: tuple, stream: int | None
+) -> None:
+    """On the stream with this handle. ``launches``: those that are ready for such `arguments`."""
+    if () not in launches:
+        launches[()] = prepare(zero_padding, (programs, 1, 1), *args, num_warps=NUM_WARPS)
+    launches[()](stream, addresses(args))

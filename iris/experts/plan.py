@@ -70,8 +70,9 @@ class Plans:
         except TypeError:  # what has no hash is no layout
             return None
 
-    def remember(self, key: tuple, plan: Plan) -> None:
-        if UNCOMMON not in key:
+    def remember(self, key: tuple, kinds: tuple, plan: Plan) -> None:
+        """For later calls, unless one of the ``kinds`` of tensors in the key has to be looked at in each."""
+        if UNCOMMON not in kinds:
             remember(self._known, key, plan)
 
     def of_dispatch(
