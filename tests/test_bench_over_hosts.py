@@ -52,19 +52,26 @@ def run_over_hosts(ctx, folder):
         assert ccl_command.run_on_rank(["broadcast"], (), "float32", sizes, (0,), floors, folder) == []
         products, pictures = ["all_gather_matmul", "matmul_all_reduce"], {"operations": [SHAPE]}
         assert ops_command.run_on_rank(products, (), "float32", [SHAPE], pictures, floors, folder) == []
+        wanted = ("iris beside rails", "iris in turn")
+        both = folder / "both"
+        assert ops_command.run_on_rank(["all_gather_matmul"], wanted, "float32", [SHAPE], pictures, None, both) == []
         assert memory.run_on_rank(1, folder / "memory.json") == []
     name = f"{ctx.num_hosts}x{ctx.num_local_ranks}"
     for benchmark in ("ccl", "ops"):
         assert (f"no floors of {benchmark} for {name} ranks" in said.getvalue()) == (ctx.cur_rank == 0)
     ctx.barrier()
-    return {file.name: file.read_text() for file in folder.glob("*.json")}
+    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*.json")}
 
 
 @pytest.mark.ranks(Hosts(2, 2))
 def test_commands_over_hosts(ranks, tmp_path):
     texts, *_ = ranks.run(run_over_hosts, tmp_path)
     num_ranks, (hosts, each, _) = ranks.num_ranks, ranks.hosts
-    libraries = {"collectives": {"iris", "iris steps"}, "operations_float32": {"iris", "iris triton"}}
+    libraries = {
+        "collectives": {"iris", "iris steps"},
+        "operations_float32": {"iris", "iris triton"},
+        "both/operations_float32": {"iris beside rails", "iris in turn"},
+    }
     for written in map(json.loads, texts.values()):
         if written:  # but for the floors, of which there are none
             assert [written[name] for name in ("num_ranks", "num_hosts", "ranks_per_host")] == [num_ranks, hosts, each]

@@ -22,6 +22,7 @@ from iris.ccl.select_over_hosts import (
     IRIS,
     OF_VENDOR,
     VENDOR,
+    HostChoice,
     as_found,
     as_received,
     as_sent,
@@ -101,6 +102,13 @@ class Spans(Collectives):
         # By group, those that were used; None for one within a host.
         self._spans: dict[dist.ProcessGroup | None, Span | None] = {}
         self._spans[None] = self._span(context._world, None)
+
+    @property
+    def choice(self) -> HostChoice:
+        """By what calls of all ranks are chosen."""
+        everyone = self._spans[None]
+        assert everyone is not None
+        return everyone.choice
 
     def forget(self, group: dist.ProcessGroup) -> None:
         super().forget(group)

@@ -160,6 +160,20 @@ class Rail(ABC):
         move = "all_to_all_v", splits
         return self._transfer(start, nbytes, what, move=move, sent=[sent], received=[received])
 
+    def shift(self, output: torch.Tensor, input: torch.Tensor, distance: int, what: str) -> Callable[[], None]:
+        """Begin to send ``input`` to the host ``distance`` behind this one, and to receive that of the one before it.
+
+        Both are contiguous and of one size; hosts are in a ring, and ``distance`` is from 1 to H - 1. What it returns,
+        and ``what``, are as for `all_gather`.
+        """
+        received, sent, size = as_bytes(output), as_bytes(input), len(self._ranks)
+        to, source = (self._place + distance) % size, (self._place - distance) % size
+        comes, goes = ([input.nbytes * (host == peer) for host in range(size)] for peer in (source, to))
+        start = functools.partial(self._engine.alltoall_base, received, sent, comes, goes)
+        move = "shift", input.nbytes
+        given = {"source": source, "receivers": size, "to": to}
+        return self._transfer(start, input.nbytes, what, move=move, sent=[sent], received=[received], **given)
+
     def broadcast(self, tensor: torch.Tensor, host: int, what: str) -> Callable[[], None]:
         """Begin to copy ``tensor``, contiguous, of the rank on ``host`` into that of every other. As `all_gather`."""
         options = dist.BroadcastOptions()
@@ -266,7 +280,7 @@ class Rail(ABC):
 
         ``move``: the method, and the bytes from one rank to another, or those that come from, and go to, each host.
         ``sent``, ``received``: the tensors that this rank reads and writes. ``source``, ``to``: the host whose data
-        come, and the one to which they go, if not all.
+        come, and the one to which they go, if not all. Both, where each rank sends to one and receives from one.
         ``receivers``: the hosts that get any, if not all, or all but the source.
         """
         everyone, noted = tuple(self._in_world(rank) for rank in self._ranks), _nothing
@@ -288,7 +302,7 @@ class Rail(ABC):
             if recorder is not None and source is None:
                 recorder.received(key, everyone if received else (), receivers or len(everyone), received)
             elif recorder is not None and source is not None and source != self._place:
-                recorder.received(key, (everyone[source],), len(everyone) - 1, received)
+                recorder.received(key, (everyone[source],), receivers or len(everyone) - 1, received)
 
         return note
 
@@ -304,8 +318,11 @@ class Rail(ABC):
         this, size = self._place, len(self._ranks)
         comes, goes = ([nbytes] * size,) * 2 if isinstance(nbytes, int) else nbytes
         others = [host for host in range(size) if host != this]
-        targets = [host for host in others if source in (None, this) and to in (None, host)]
-        sources = [host for host in others if source in (None, host) and to in (None, this)]
+        if source is not None and to is not None:
+            targets, sources = [to], [source]
+        else:
+            targets = [host for host in others if source in (None, this) and to in (None, host)]
+            sources = [host for host in others if source in (None, host) and to in (None, this)]
         return Transfer(
             kind,
             what,
