@@ -53,6 +53,7 @@ from iris.ops.kernel import most_programs
 from iris.ops.operations import DEBUGGING, Operations
 from iris.runtime.workspace import Workspace
 from iris.world import World
+from iris.world.hosts import tell_other_hosts
 from iris.world.rail import Rail
 
 # What the loop over hosts carries; the vendor carries the others.
@@ -133,6 +134,7 @@ class OperationsOverHosts(Operations):
                 self._by_vendor(call)
         except BaseException as error:
             self._abort_flag.interrupted(call.name, error)
+            tell_other_hosts(self._context._world.group)
             raise
         bump_version(call.out)
         return Work(self._on_gpu) if async_op else None
