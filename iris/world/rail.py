@@ -184,10 +184,10 @@ class Rail(ABC):
         move = "broadcast", tensor.nbytes
         return self._transfer(start, tensor.nbytes, what, move=move, sent=sent, received=received, source=host)
 
-    def gather(self, output: torch.Tensor | None, input: torch.Tensor, host: int, what: str) -> None:
-        """Gather every host's ``input`` into ``output`` of the rank on ``host``, ``(n,)`` → ``(H, n)``.
+    def gather(self, output: torch.Tensor | None, input: torch.Tensor, host: int, what: str) -> Callable[[], None]:
+        """Begin to gather every host's ``input`` into ``output`` of the rank on ``host``, ``(n,)`` → ``(H, n)``.
 
-        ``output`` is None elsewhere.
+        ``output`` is None elsewhere. What it returns, and ``what``, are as for `all_gather`.
         """
         options = dist.GatherOptions()
         options.rootRank = host
@@ -195,12 +195,12 @@ class Rail(ABC):
         parts = [list(each.chunk(len(self._ranks))) for each in received]
         start = functools.partial(self._engine.gather, parts, sent, options)
         move = "gather", input.nbytes
-        self._transfer(start, input.nbytes, what, move=move, sent=sent, received=received, receivers=1, to=host)()
+        return self._transfer(start, input.nbytes, what, move=move, sent=sent, received=received, receivers=1, to=host)
 
-    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, host: int, what: str) -> None:
-        """Send row h of ``input`` of the rank on ``host`` to ``output`` of host h, ``(H, n)`` → ``(n,)``.
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, host: int, what: str) -> Callable[[], None]:
+        """Begin to send row h of ``input`` of the rank on ``host`` to ``output`` of host h, ``(H, n)`` → ``(n,)``.
 
-        ``input`` is None elsewhere.
+        ``input`` is None elsewhere. What it returns, and ``what``, are as for `all_gather`.
         """
         options = dist.ScatterOptions()
         options.rootRank = host
@@ -208,7 +208,7 @@ class Rail(ABC):
         parts = [list(each.chunk(len(self._ranks))) for each in sent]
         start = functools.partial(self._engine.scatter, received, parts, options)
         move = "scatter", output.nbytes
-        self._transfer(start, output.nbytes, what, move=move, sent=sent, received=received, source=host)()
+        return self._transfer(start, output.nbytes, what, move=move, sent=sent, received=received, source=host)
 
     # The engine's own sums, which `iris.ccl.vendor` asks a rail of all ranks for. ``op``: a name in torch's ReduceOp.
 
