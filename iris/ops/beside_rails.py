@@ -30,14 +30,29 @@ def leaving_room(config: FusedConfig, programs: int) -> FusedConfig:
     return config if most is None else replace(config, num_sms=min(config.num_sms or programs, most))
 
 
-def pays(choice: HostChoice, gpu: Figures, programs: int, nbytes: int, flops: float, itemsize: int) -> bool:
-    """Whether a transfer of so many bytes takes longer than what a product of so many operations loses beside it.
+def beside_stores_us(stores_us: float, product_us: float, slowed: float) -> float:
+    """Stores to peers and a product at once: the product has the speed ``slowed`` of 1 while the stores last."""
+    return stores_us + max(0.0, product_us - slowed * stores_us)
 
-    The product has elements of so many bytes. It loses the multiprocessors that it leaves free.
+
+def lost_us(stores_us: float, product_us: float, slowed: float, programs: int) -> float:
+    """By how much longer that takes beside a rail, where the product has fewer multiprocessors.
+
+    It pays where a transfer takes longer, which would else come before, or behind.
     """
     left = programs_beside_rails(programs) or programs
+    longer = beside_stores_us(stores_us, product_us * programs / left, slowed)
+    return longer - beside_stores_us(stores_us, product_us, slowed)
+
+
+def pays(choice: HostChoice, gpu: Figures, programs: int, nbytes: int, flops: float, itemsize: int) -> bool:
+    """Whether a product runs beside a transfer of so many bytes.
+
+    It has so many operations, of elements of so many bytes. Each peer within the host gets as many bytes meanwhile.
+    """
     # Of float32 nothing was measured. TF32 is half as fast as 16 bits (NVIDIA, "H100 Tensor Core GPU Architecture").
     rate = gpu.gemm_TFLOPS.get(itemsize, gpu.gemm_TFLOPS[2] / 2)
-    product_us = flops / rate / 1e6
-    rail_us = choice.host.transfer_us + us(nbytes, choice.cluster.network_GBps)
-    return rail_us > (programs / left - 1) * product_us
+    slowed = gpu.product_speed_beside_stores.get(itemsize, gpu.product_speed_beside_stores[2])
+    stores_us = us((choice.cluster.ranks_per_host - 1) * nbytes, gpu.stores_beside_product_GBps)
+    transfer_us = choice.host.transfer_us + us(nbytes, choice.cluster.network_GBps)
+    return transfer_us > lost_us(stores_us, flops / rate / 1e6, slowed, programs)
