@@ -9,6 +9,7 @@ import torch
 from rank_pool import Hosts
 
 from iris.bench import ccl_command, collectives, memory, ops_command, plots, tune
+from iris.bench.repetitions import OFTEN, SELDOM
 from iris.ccl.select_over_hosts import as_found
 from iris.errors import SeveralHostsError
 
@@ -82,6 +83,21 @@ def test_commands_over_hosts(ranks, tmp_path):
         # No time is given without a reason, and the library's own choice has one.
         assert all(bool(row["microseconds"]) != bool(row["reason"]) for row in written["rows"])
         assert all(row["microseconds"] for row in written["rows"] if row["library"] == "iris")
+
+
+@pytest.mark.parametrize(
+    ("usual", "us", "expected"),
+    [
+        (OFTEN, 50, (20, 25, 200)),  # as on one host
+        (OFTEN, 400, (20, 25, 62)),
+        (SELDOM, 5000, (4, 15, 15)),
+        (SELDOM, 30_000, (1, 15, 15)),
+        (SELDOM, 100_000, (1, 5, 5)),
+        (SELDOM, 2_000_000, (1, 3, 1)),  # what a slow network takes for 256 MiB
+    ],
+)
+def test_what_takes_long_over_hosts_is_measured_less_often(usual, us, expected):
+    assert usual.fewer(us) == expected
 
 
 def tuned_over_hosts(ctx):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from iris.bench import optional_peers
 from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.ranks import failure, on_any_rank
+from iris.bench.repetitions import Repetitions, repetitions
 from iris.bench.report import save_rows
 from iris.compat.scaled_mm import scaled_mm
 from iris.compat.symmetric_memory import allow_fused_operators
@@ -322,6 +323,7 @@ def _side_by_side(
     x = operands(ctx, operation, shape, dtype)
     reasons: dict[str, str] = {}
     readied: dict[str, Any] = {}
+    often: Repetitions | None = None
     nbytes = x.a.nbytes if operation == NORM else 8 << 20
     for library in libraries:
         if not has(library, operation):
@@ -351,8 +353,9 @@ def _side_by_side(
         if call is not None and not reasons[library]:
             # At once, as a graph takes over the memory of the call before it.
             capturing = others[library].capturing if library in others else nullcontext
-            readied[library] = ready(ctx, call, capturing)
-    times = microseconds_of_each(ctx, list(readied.values()), nbytes)
+            often = often or repetitions(ctx, call, nbytes)
+            readied[library] = ready(ctx, call, often, capturing)
+    times = [] if often is None else microseconds_of_each(ctx, list(readied.values()), often)
     spent = dict(zip(readied, times, strict=True))
     name = str(dtype).removeprefix("torch.")
     return [Row(operation, *shape, name, library, spent.get(library), reason) for library, reason in reasons.items()]
