@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from covering import sample
-from rank_pool import HOSTS, Hosts
+from rank_pool import FEWER_HOSTS, HOSTS, Hosts
 
 from iris.ccl import functional as collectives
 from iris.ccl.cluster import Cluster
@@ -211,7 +211,7 @@ def gather_columns(ctx):
     torch.testing.assert_close(out.cpu(), torch.cat(a, 1) @ b)
 
 
-@pytest.mark.ranks(Hosts(2, 2, dealt=True))
+@pytest.mark.ranks(*FEWER_HOSTS)
 def test_columns_are_gathered_over_hosts(ranks):
     ranks.run(gather_columns)
 
@@ -246,7 +246,7 @@ def normalise(ctx):
         torch.testing.assert_close(out.float(), normalised, rtol=1e-2, atol=1e-5)
 
 
-@pytest.mark.ranks(Hosts(2, 2), Hosts(3, 2))
+@pytest.mark.ranks(*FEWER_HOSTS)
 def test_a_norm_behind_a_sum_over_hosts(ranks):
     ranks.run(normalise)
 
