@@ -16,7 +16,7 @@ from iris.ccl.chunks import NEXT_TRANSFER_US
 from iris.ccl.cluster import Cluster, HostFigures
 from iris.ccl.predict_over_hosts import LINK_GBPS, vendor
 from iris.errors import InvalidTableError, InvalidValueError
-from iris.ops.beside_rails import beside_stores_us, lost_us
+from iris.ops.beside_rails import Loop, beside_stores_us
 
 ROOT = TESTS.parent
 RESULTS = ROOT / "benchmarks" / "results" / "collectives" / "collectives_4.json"
@@ -102,7 +102,7 @@ def test_a_product_is_slowed_while_stores_last():
     assert beside_stores_us(100, 30, 0.5) == 100
     assert beside_stores_us(100, 80, 0.5) == 130  # 50 of it are done in 100
     # On 96 of 132 multiprocessors the latter takes 110, of which 60 come behind the stores; the former is done by then.
-    assert lost_us(100, 80, 0.5, 132) == exactly(30) and lost_us(100, 30, 0.5, 132) == 0
+    assert Loop(200, 160, 0.5, 0).lost_us(2) == exactly(30) and Loop(200, 60, 0.5, 0).lost_us(2) == 0
 
 
 def test_the_example_of_a_large_layer_on_two_hosts_of_eight():

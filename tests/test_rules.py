@@ -98,7 +98,7 @@ TEMPORARIES = {
     "ops/functional.py": {"_out", "_rows_like", "_sums_like", "_scales_like"},
     "ops/grouped/launch.py": {"_new"},
     "ops/normalisation.py": {"room"},
-    "ops/over_hosts.py": {"_matmul_reduce_scatter", "_two_buffers"},
+    "ops/over_hosts.py": {"_matmul_all_reduce", "_matmul_reduce_scatter", "_two_buffers"},
     "ops/vendor.py": {
         "_scaled",
         "_factors",

@@ -11,19 +11,16 @@ this says nothing of less than some MiB.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from iris.ccl.chunks import NEXT_TRANSFER_US
 from iris.ccl.cluster import Cluster, HostFigures, us
 from iris.ccl.predict_over_hosts import add_up_us, rail_us, steps, vendor
 from iris.errors import InvalidValueError
-from iris.ops.beside_rails import beside_stores_us, lost_us
+from iris.ops.beside_rails import Loop, beside_stores_us
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 # With the collective that NCCL has before or behind the GEMM.
 FUSED = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
 # Of bf16.
 ITEMSIZE = 2
-# Multiprocessors of H100 and H200.
-SMS = 132
 # Pieces of an all_reduce, of which one is exchanged while others are added up. The rest comes by hosts: H pieces.
 PIECES = 8
 
@@ -115,12 +112,7 @@ def fused(name: str, shape: tuple[int, int, int], cluster: Cluster, measured: Me
     in_host, product = us(sent, measured.stores) + added, 2 * M * N * K / W / measured.gemm / 1e6
     stores = us(sent, measured.beside)
     together = beside_stores_us(stores, product, measured.slowed) + added
-    # As calls go: a part for each host, of which all but one run beside a transfer if that pays; else they take turns.
-    part, lost = (each(stores / H, product / H, measured.slowed) for each in (beside_stores_us, _lost_us))
-    transfer = measured.host.transfer_us + rail / (H - 1)
-    in_steps = (H - 1) * transfer + H * part
-    if transfer > lost:
-        in_steps = max((H - 1) * lost + H * part, transfer + (H - 2) * (NEXT_TRANSFER_US + rail / (H - 1)) + part)
+    as_it_goes = Loop(stores, product, measured.slowed, nbytes / W)
     known = vendor(FUSED[name], nbytes, cluster, ideal)
     return Row(
         name,
@@ -131,12 +123,7 @@ def fused(name: str, shape: tuple[int, int, int], cluster: Cluster, measured: Me
         product,
         bound=max(rail, in_host, product),
         overlapped=max(together, rail + together / H),
-        in_steps=in_steps + added,
+        in_steps=as_it_goes.us(cluster, measured.host) + added,
         nccl_bound=known.at_best + product,
         nccl=known.measured + product,
     )
-
-
-def _lost_us(stores_us: float, product_us: float, slowed: float) -> float:
-    """As `lost_us`, of a launch that would take all multiprocessors."""
-    return lost_us(stores_us, product_us, slowed, SMS)

@@ -15,12 +15,15 @@ The vendor's GEMM waits for nobody. A collective of Iris that follows it leaves 
 
 import functools
 from dataclasses import replace
+from typing import NamedTuple
 
-from iris.ccl.chunks import programs_beside_rails
-from iris.ccl.cluster import us
+from iris.ccl.chunks import NEXT_TRANSFER_US, programs_beside_rails
+from iris.ccl.cluster import Cluster, HostFigures, us
 from iris.ccl.select_over_hosts import HostChoice
-from iris.machine.figures import Figures
 from iris.ops.config import FusedConfig
+
+# Multiprocessors of H100 and H200, which were measured. All hosts have to choose alike, whatever their GPUs are.
+SMS = 132
 
 
 @functools.lru_cache(maxsize=256)
@@ -35,24 +38,44 @@ def beside_stores_us(stores_us: float, product_us: float, slowed: float) -> floa
     return stores_us + max(0.0, product_us - slowed * stores_us)
 
 
-def lost_us(stores_us: float, product_us: float, slowed: float, programs: int) -> float:
-    """By how much longer that takes beside a rail, where the product has fewer multiprocessors.
+class Loop(NamedTuple):
+    """A loop over hosts: what its parts within a host take together, and bytes of a transfer."""
 
-    It pays where a transfer takes longer, which would else come before, or behind.
+    stores_us: float
+    product_us: float
+    slowed: float
+    nbytes: float
+
+    def part_us(self, hosts: int) -> float:
+        """That of one host, on all multiprocessors."""
+        return beside_stores_us(self.stores_us / hosts, self.product_us / hosts, self.slowed)
+
+    def lost_us(self, hosts: int) -> float:
+        """By how much longer it takes beside a rail, where the product has fewer of them."""
+        longer = self.product_us * SMS / (programs_beside_rails(SMS) or SMS)
+        return beside_stores_us(self.stores_us / hosts, longer / hosts, self.slowed) - self.part_us(hosts)
+
+    def pays(self, cluster: Cluster, host: HostFigures) -> bool:
+        """Whether products run beside transfers, which would else come before, or behind."""
+        return self._transfer_us(cluster, host) > self.lost_us(cluster.num_hosts)
+
+    def us(self, cluster: Cluster, host: HostFigures) -> float:
+        """How long it takes: as `iris.ops.over_hosts` says where that pays, and else by turns."""
+        H, part, transfer = cluster.num_hosts, self.part_us(cluster.num_hosts), self._transfer_us(cluster, host)
+        if not self.pays(cluster, host):
+            return (H - 1) * transfer + H * part
+        next_one = NEXT_TRANSFER_US + us(self.nbytes, cluster.network_GBps)
+        return max((H - 1) * self.lost_us(H) + H * part, transfer + (H - 2) * next_one + part)
+
+    def _transfer_us(self, cluster: Cluster, host: HostFigures) -> float:
+        return host.transfer_us + us(self.nbytes, cluster.network_GBps)
+
+
+def loop(choice: HostChoice, nbytes: int, operations: float, itemsize: int) -> Loop:
+    """Of transfers of so many bytes, and as many to each peer within the host for each host.
+
+    ``operations``: of all parts, of elements of so many bytes.
     """
-    left = programs_beside_rails(programs) or programs
-    longer = beside_stores_us(stores_us, product_us * programs / left, slowed)
-    return longer - beside_stores_us(stores_us, product_us, slowed)
-
-
-def pays(choice: HostChoice, gpu: Figures, programs: int, nbytes: int, flops: float, itemsize: int) -> bool:
-    """Whether a product runs beside a transfer of so many bytes.
-
-    It has so many operations, of elements of so many bytes. Each peer within the host gets as many bytes meanwhile.
-    """
-    # Of float32 nothing was measured. TF32 is half as fast as 16 bits (NVIDIA, "H100 Tensor Core GPU Architecture").
-    rate = gpu.gemm_TFLOPS.get(itemsize, gpu.gemm_TFLOPS[2] / 2)
-    slowed = gpu.product_speed_beside_stores.get(itemsize, gpu.product_speed_beside_stores[2])
-    stores_us = us((choice.cluster.ranks_per_host - 1) * nbytes, gpu.stores_beside_product_GBps)
-    transfer_us = choice.host.transfer_us + us(nbytes, choice.cluster.network_GBps)
-    return transfer_us > lost_us(stores_us, flops / rate / 1e6, slowed, programs)
+    H, L, figures = choice.cluster.num_hosts, choice.cluster.ranks_per_host, choice.product
+    stores_us, product_us = us(H * (L - 1) * nbytes, figures.stores_GBps), figures.us(operations, itemsize)
+    return Loop(stores_us, product_us, figures.slowed(itemsize), nbytes)

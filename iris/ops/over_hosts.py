@@ -4,8 +4,12 @@
 | --- | --- |
 | all_gather_matmul | the rows of the own host are multiplied, then those of one other host after the other |
 | matmul_reduce_scatter | what is for one other host after the other is multiplied, then what is for the own; a sum |
+| matmul_all_reduce | the same, of which each rank has a part then, and an all_gather over hosts |
 | all_reduce_rms_norm | an all_reduce over hosts, and a kernel that normalises |
 | the others | the vendor's GEMM and a collective over hosts, one behind the other |
+
+The first three are the vendor's GEMM and a collective, too, where arithmetic says that this is faster: the times are
+those of `iris.ops.beside_rails` and `iris.ccl.predict_over_hosts`, and the same on all ranks.
 
 In each step a host's ranks do what they would do if there were no other: an `Operations` among these. A row of a
 product has the same bits as on one host. Sums are rounded within a host, and over hosts once more, as in
@@ -36,7 +40,9 @@ from iris.ccl.enqueue import to_read
 from iris.ccl.host_order import HostOrder
 from iris.ccl.host_sums import add_up
 from iris.ccl.over_hosts import CollectivesOverHosts
+from iris.ccl.predict_over_hosts import add_up_us
 from iris.ccl.protocols import CollectivesContext
+from iris.ccl.select_over_hosts import IRIS, MARGIN, HostChoice
 from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream
 from iris.errors import SeveralHostsError
@@ -44,10 +50,9 @@ from iris.language.context_tensor import context_tensor
 from iris.operators.graph_break import methods_break_graph
 from iris.operators.version_counter import bump_version
 from iris.ops import vendor
-from iris.ops.beside_rails import leaving_room, pays
+from iris.ops.beside_rails import Loop, leaving_room, loop
 from iris.ops.buffers import Buffers
 from iris.ops.call import Call, described
-from iris.ops.choose import figures_for
 from iris.ops.config import FusedConfig
 from iris.ops.kernel import most_programs
 from iris.ops.operations import DEBUGGING, Operations
@@ -56,8 +61,14 @@ from iris.world import World
 from iris.world.hosts import tell_other_hosts
 from iris.world.rail import Rail
 
-# What the loop over hosts carries; the vendor carries the others.
-LOOPS = ("all_gather_matmul", "matmul_reduce_scatter")
+# What the loop over hosts carries, and the collective that goes with one GEMM, which carries the others.
+LOOPS = {
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "matmul_all_reduce": "all_reduce",
+}
+# Of these, those that take a configuration, which is that of each part.
+CONFIGURED = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
 class HostContext(CollectivesContext):
@@ -121,17 +132,20 @@ class OperationsOverHosts(Operations):
         self._context._world.group.check()
         if workspace is not None:
             self._refuse(call, "(workspace=…)", "Call it without a workspace.")
-        if config is not None and call.name not in LOOPS:
+        if config is not None and call.name not in CONFIGURED:
             self._refuse(call, "(config=…)", "Call it without a config.")
         call.check(self._context.device, self._context.num_ranks, config)
         if DEBUGGING and not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             compare_calls(self._context._world.group, f"{call.title} with {described(call.given())}, {config}")
         try:
-            if call.name in LOOPS:
-                loop = self._all_gather_matmul if call.name == LOOPS[0] else self._matmul_reduce_scatter
-                loop(call, config)
-            else:
+            if config is None and self._is_the_vendors(call):
                 self._by_vendor(call)
+            else:
+                {
+                    "all_gather_matmul": self._all_gather_matmul,
+                    "matmul_reduce_scatter": self._matmul_reduce_scatter,
+                    "matmul_all_reduce": self._matmul_all_reduce,
+                }[call.name](call, config)
         except BaseException as error:
             self._abort_flag.interrupted(call.name, error)
             tell_other_hosts(self._context._world.group)
@@ -141,6 +155,34 @@ class OperationsOverHosts(Operations):
 
     def _prepare(self, call: Call, config: FusedConfig | None) -> NoReturn:
         self._refuse(call, "_preamble", "Call the operation without a workspace.")
+
+    def _is_the_vendors(self, call: Call) -> bool:
+        """Whether one GEMM and a collective over hosts carry a call; else the loop does. The same on all ranks."""
+        choice, behind = self._choice, 0.0
+        size = choice.cluster.num_ranks
+        whole = LOOPS.get(call.name)
+        if whole is None or call.name == "matmul_all_reduce" and len(call.a) % size:
+            return True
+        why = vendor.problem(call)
+        if why is not None or not call.out.numel():
+            return call.name == "matmul_all_reduce"
+        if choice.asked or choice.simulated:
+            return choice.asked not in ("", IRIS)
+        nbytes = call.a.nbytes if call.name == "all_gather_matmul" else call.out.nbytes
+        if call.name == "matmul_all_reduce":
+            nbytes //= size
+            behind = min(choice.predicted_us("all_gather", size * nbytes))
+        if call.name != "all_gather_matmul":
+            behind += add_up_us(nbytes, choice.cluster, choice.host)
+        ours = self._loop(call, call.rows, nbytes)
+        theirs = ours.product_us + min(choice.predicted_us(whole, size * nbytes))
+        return MARGIN * theirs < ours.us(choice.cluster, choice.host) + behind
+
+    def _matmul_all_reduce(self, call: Call, config: FusedConfig | None) -> None:
+        """The loop of matmul_reduce_scatter, and an all_gather."""
+        part = call.out.new_empty(len(call.out) // self._context.num_ranks, call.out.shape[1])
+        self._matmul_reduce_scatter(call._replace(name="matmul_reduce_scatter", out=part), config)
+        self._context.ccl.all_gather(call.out, part)
 
     def _by_vendor(self, call: Call) -> None:
         why = vendor.problem(call)
@@ -154,7 +196,7 @@ class OperationsOverHosts(Operations):
     def _all_gather_matmul(self, call: Call, config: FusedConfig | None) -> None:
         shard, number, own = to_read(call.a), len(self._hosts), self._hosts.number
         rows, room = _of_ranks(call.out, self._context.num_ranks), _two_buffers(shard, number)
-        beside = self._runs_beside(call, config, call.rows, shard.nbytes)
+        beside = self._runs_beside(call, call.rows, shard.nbytes)
         waits: deque[Callable[[], None]] = deque()
 
         def bring(distance: int) -> None:
@@ -184,7 +226,7 @@ class OperationsOverHosts(Operations):
         arrived, room = sums.new_empty(number, *sums.shape), _two_buffers(sums, number)
         # Added once, and before the host's sums are rounded.
         bias = call.bias if own == 0 else None
-        beside = self._runs_beside(call, config, len(call.a), sums.nbytes)
+        beside = self._runs_beside(call, len(call.a), sums.nbytes)
         waits: deque[Callable[[], None]] = deque()
 
         def multiply(host: int, out: torch.Tensor) -> None:
@@ -215,18 +257,19 @@ class OperationsOverHosts(Operations):
             config = leaving_room(config, self._programs)
         self.within._run(part, config, False, None)
 
-    def _runs_beside(self, call: Call, config: FusedConfig | None, rows: int, nbytes: int) -> bool:
-        """Whether products run beside rails; ``rows``: of all of them, ``nbytes``: of a transfer.
-
-        The same on all ranks of this host: launches are of as many programs on each.
-        """
+    def _runs_beside(self, call: Call, rows: int, nbytes: int) -> bool:
+        """Whether products run beside rails; ``rows``: of all of them, ``nbytes``: of a transfer."""
         if self.beside_rails is not None or not self._on_gpu:
             return self.beside_rails is not False
-        gpu = figures_for(self.within._context)
-        if gpu is None:
-            return False
-        flops, choice = 2.0 * rows / len(self._hosts) * call.b.numel(), cast(CollectivesOverHosts, self._context.ccl)
-        return pays(choice.choice, gpu, self._programs, nbytes, flops, call.a.itemsize)
+        return self._loop(call, rows, nbytes).pays(self._choice.cluster, self._choice.host)
+
+    def _loop(self, call: Call, rows: int, nbytes: int) -> Loop:
+        """What its time depends on; as `_runs_beside`."""
+        return loop(self._choice, nbytes, 2.0 * rows * call.b.numel(), call.a.itemsize)
+
+    @property
+    def _choice(self) -> HostChoice:
+        return cast(CollectivesOverHosts, self._context.ccl).choice
 
     @functools.cached_property
     def _programs(self) -> int:

@@ -11,9 +11,9 @@ from iris.ccl import functional as collectives
 from iris.ccl.cluster import Cluster
 from iris.ccl.select_over_hosts import as_found
 from iris.errors import InvalidCollectiveError, SeveralHostsError
-from iris.machine import figures
 from iris.ops import FusedConfig, functional
-from iris.ops.beside_rails import leaving_room, pays
+from iris.ops.beside_rails import leaving_room, loop
+from iris.ops.call import Call
 from ops import test_rounds as rounds
 from ops.products import CONFIGS, LAYOUTS, OPERATIONS, place, result_of
 
@@ -140,9 +140,42 @@ def test_a_product_beside_a_rail_leaves_it_room(given, programs, left):
     ("network", "columns", "expected"), [(50, 1792, True), (50, 8192, False), (400, 3584, False), (5, 8192, True)]
 )
 def test_products_run_beside_rails_where_that_takes_less_time(network, columns, expected):
-    choice = as_found(2, 8, "NVIDIA H200")._replace(cluster=Cluster(2, 8, network))
-    gpu, rows = figures.find("NVIDIA H200").figures, 8192 // 16
-    assert pays(choice, gpu, 132, rows * 8192 * 2, 2.0 * 8 * rows * 8192 * columns, 2) == expected
+    choice, rows = as_found(2, 8, "NVIDIA H200")._replace(cluster=Cluster(2, 8, network)), 8192 // 16
+    here = loop(choice, rows * 8192 * 2, 2.0 * 16 * rows * 8192 * columns, 2)
+    assert here.pays(choice.cluster, choice.host) == expected
+
+
+def choose(ctx, name, network, asked=""):
+    """Whether the vendor carries a call of 8192 x 28672 x 8192 on 2 hosts of 8 H200 with such a network."""
+    cluster, size = Cluster(2, 8, network), 16
+    choice = as_found(2, 8, "NVIDIA H200")._replace(cluster=cluster, simulated=False, asked=asked)
+    gathers = name == "all_gather_matmul"
+    rows, depth, columns = (8192 // size, 8192, 28672 // size) if gathers else (8192, 8192 // size, 28672)
+    if name == "odd":
+        rows, name = 8191, "matmul_all_reduce"
+    out = torch.empty(rows // size if "scatter" in name else rows * size if gathers else rows, columns, device="meta")
+    a, b = torch.empty(rows, depth, device="meta"), torch.empty(depth, columns, device="meta")
+    call = Call(name, out.bfloat16(), a.bfloat16(), b.bfloat16(), None, None, None)
+    with mock.patch.object(type(ctx.ops), "_choice", choice):
+        return ctx.ops._is_the_vendors(call)
+
+
+@pytest.mark.ranks(Hosts(2, 2, dealt=True))
+@pytest.mark.parametrize(
+    ("name", "network", "asked", "expected"),
+    [
+        ("all_gather_matmul", 50, "", False),
+        ("all_gather_matmul", 50, "vendor", True),
+        ("matmul_reduce_scatter", 50, "", False),
+        ("matmul_all_reduce", 50, "", False),
+        ("matmul_all_reduce", 25, "", True),
+        ("matmul_all_reduce", 25, "iris", False),
+        ("matmul_all_gather", 50, "iris", True),  # of which there is no loop
+        ("odd", 50, "iris", True),  # whose rows the ranks cannot share
+    ],
+)
+def test_the_vendor_carries_what_it_is_faster_at(ranks, name, network, asked, expected):
+    assert ranks.run(choose, name, network, asked) == [expected] * ranks.num_ranks
 
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there are no streams or graphs without a GPU")
