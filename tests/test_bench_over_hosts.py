@@ -9,6 +9,7 @@ import torch
 from rank_pool import Hosts
 
 from iris.bench import ccl_command, collectives, memory, ops_command, plots, tune
+from iris.bench.repetitions import OFTEN, SELDOM
 from iris.ccl.select_over_hosts import as_found
 from iris.errors import SeveralHostsError
 
@@ -52,19 +53,26 @@ def run_over_hosts(ctx, folder):
         assert ccl_command.run_on_rank(["broadcast"], (), "float32", sizes, (0,), floors, folder) == []
         products, pictures = ["all_gather_matmul", "matmul_all_reduce"], {"operations": [SHAPE]}
         assert ops_command.run_on_rank(products, (), "float32", [SHAPE], pictures, floors, folder) == []
+        wanted = ("iris beside rails", "iris in turn")
+        both = folder / "both"
+        assert ops_command.run_on_rank(["all_gather_matmul"], wanted, "float32", [SHAPE], pictures, None, both) == []
         assert memory.run_on_rank(1, folder / "memory.json") == []
     name = f"{ctx.num_hosts}x{ctx.num_local_ranks}"
     for benchmark in ("ccl", "ops"):
         assert (f"no floors of {benchmark} for {name} ranks" in said.getvalue()) == (ctx.cur_rank == 0)
     ctx.barrier()
-    return {file.name: file.read_text() for file in folder.glob("*.json")}
+    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*.json")}
 
 
 @pytest.mark.ranks(Hosts(2, 2))
 def test_commands_over_hosts(ranks, tmp_path):
     texts, *_ = ranks.run(run_over_hosts, tmp_path)
     num_ranks, (hosts, each, _) = ranks.num_ranks, ranks.hosts
-    libraries = {"collectives": {"iris", "iris steps"}, "operations_float32": {"iris", "iris triton"}}
+    libraries = {
+        "collectives": {"iris", "iris steps"},
+        "operations_float32": {"iris", "iris triton"},
+        "both/operations_float32": {"iris beside rails", "iris in turn"},
+    }
     for written in map(json.loads, texts.values()):
         if written:  # but for the floors, of which there are none
             assert [written[name] for name in ("num_ranks", "num_hosts", "ranks_per_host")] == [num_ranks, hosts, each]
@@ -75,6 +83,21 @@ def test_commands_over_hosts(ranks, tmp_path):
         # No time is given without a reason, and the library's own choice has one.
         assert all(bool(row["microseconds"]) != bool(row["reason"]) for row in written["rows"])
         assert all(row["microseconds"] for row in written["rows"] if row["library"] == "iris")
+
+
+@pytest.mark.parametrize(
+    ("usual", "us", "expected"),
+    [
+        (OFTEN, 50, (20, 25, 200)),  # as on one host
+        (OFTEN, 400, (20, 25, 62)),
+        (SELDOM, 5000, (4, 15, 15)),
+        (SELDOM, 30_000, (1, 15, 15)),
+        (SELDOM, 100_000, (1, 5, 5)),
+        (SELDOM, 2_000_000, (1, 3, 1)),  # what a slow network takes for 256 MiB
+    ],
+)
+def test_what_takes_long_over_hosts_is_measured_less_often(usual, us, expected):
+    assert usual.fewer(us) == expected
 
 
 def tuned_over_hosts(ctx):

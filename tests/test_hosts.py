@@ -1,7 +1,9 @@
 """Ranks on several hosts: who is where, what kernels reach, barriers, and what is refused."""
 
+import os
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from iris.errors import (
     AsymmetricHeapError,
     GroupAbortedError,
     HeapOutOfMemoryError,
+    InvalidGroupError,
     IrisTimeoutError,
     RankOutOfRangeError,
     RemoteRankError,
@@ -79,6 +82,20 @@ def say_who_is_here(ctx):
 @pytest.mark.ranks(1, 3)
 def test_one_host_has_all_ranks(ranks):
     ranks.run(say_who_is_here)
+
+
+def claim_another_host(ctx):
+    """Rank 1 says that it is on the other host: all are told, and go on."""
+    host = "host1" if ctx.cur_rank == 1 else os.environ["IRIS_HOST"]
+    text = r"these differ: 1 on host0, 3 on host1 \(rank 0 on host0; ranks 1, 2 and 3 on host1\)"
+    with mock.patch.dict(os.environ, IRIS_HOST=host), pytest.raises(InvalidGroupError, match=text):
+        iris.iris(1 << 16)
+    ctx.barrier()
+
+
+@pytest.mark.ranks(Hosts(2, 2), exactly=True)
+def test_hosts_with_other_numbers_of_ranks_are_refused(ranks):
+    ranks.run(claim_another_host)
 
 
 @triton.jit

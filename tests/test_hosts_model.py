@@ -10,11 +10,13 @@ from conftest import TESTS
 
 from iris.__main__ import commands
 from iris.bench.hosts_command import measurements
-from iris.bench.hosts_model import COLLECTIVES, FUSED, Measured, beside, collective, fused
+from iris.bench.hosts_model import COLLECTIVES, FUSED, Measured, collective, fused
 from iris.ccl import select_over_hosts
+from iris.ccl.chunks import NEXT_TRANSFER_US
 from iris.ccl.cluster import Cluster, HostFigures
 from iris.ccl.predict_over_hosts import LINK_GBPS, vendor
 from iris.errors import InvalidTableError, InvalidValueError
+from iris.ops.beside_rails import Loop, beside_stores_us
 
 ROOT = TESTS.parent
 RESULTS = ROOT / "benchmarks" / "results" / "collectives" / "collectives_4.json"
@@ -78,13 +80,29 @@ def test_a_fused_operation_by_hand():
     product = 2 * 1600 * 1600 * 5000 / 16 / 500e6
     assert (row.rail, row.in_host, row.product) == (exactly(300), exactly(120), exactly(product)) and product == 3.2
     # Beside the product stores take 150, and it is done meanwhile.
-    assert row.overlapped == exactly(300 + 150 / 4) and row.in_steps == exactly(450)
+    # By hosts: three transfers of 100 each, of which two have to start behind others, and the last part behind them.
+    assert row.overlapped == exactly(300 + 150 / 4) and row.in_steps == exactly(row.overlapped + 2 * NEXT_TRANSFER_US)
     assert row.nccl_bound == exactly(375 + product)
 
 
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    # A part takes 1000, and 375 longer on 96 of 132 multiprocessors. A transfer takes 1000 / network.
+    [(0.5, 3 * 2000 + 2 * NEXT_TRANSFER_US + 1000), (2.5, 3 * 1375 + 1000), (4, 3 * 250 + 4 * 1000)],
+)
+def test_a_product_runs_beside_rails_where_it_loses_less_than_they_take(network, expected):
+    # One rank a host: 4 have 1 MB each of A, and nothing is stored to peers.
+    shape = 4 * 500, 4 * 250_000, 1000
+    measured = replace(ROUND, gemm=250)
+    row = fused("all_gather_matmul", shape, Cluster(4, 1, network), measured)
+    assert row.in_steps == exactly(expected)
+
+
 def test_a_product_is_slowed_while_stores_last():
-    assert beside(100, 30, 0.5) == 100
-    assert beside(100, 80, 0.5) == 130  # 50 of it are done in 100
+    assert beside_stores_us(100, 30, 0.5) == 100
+    assert beside_stores_us(100, 80, 0.5) == 130  # 50 of it are done in 100
+    # On 96 of 132 multiprocessors the latter takes 110, of which 60 come behind the stores; the former is done by then.
+    assert Loop(200, 160, 0.5, 0).lost_us(2) == exactly(30) and Loop(200, 60, 0.5, 0).lost_us(2) == 0
 
 
 def test_the_example_of_a_large_layer_on_two_hosts_of_eight():

@@ -78,8 +78,8 @@ def carry(ctx):
         for root in range(hosts):
             sent, collected, dealt = mine.clone(), torch.empty_like(whole), torch.empty_like(mine[0])
             rail.broadcast(sent, root, "a call")()
-            rail.gather(collected if here == root else None, mine, root, "a call")
-            rail.scatter(dealt, mine if here == root else None, root, "a call")
+            rail.gather(collected if here == root else None, mine, root, "a call")()
+            rail.scatter(dealt, mine if here == root else None, root, "a call")()
             assert_same_bits(sent, every[root])
             assert_same_bits(dealt, every[root][here])
             if here == root:

@@ -20,12 +20,16 @@ from iris.ccl.select import name_of_ranks
 from iris.context import iris
 from iris.errors import InvalidValueError, SeveralHostsError, UnknownChoiceError
 
+# In KiB. In the simulator a MiB takes seconds.
+SIZES_SIMULATED = (1, 8, 32, 128)
+SIZES = (*SIZES_SIMULATED, 512, 2048, 8192, 65536, 262144)
+
 
 def run(
     collectives: tuple[str, ...],
     libraries: tuple[str, ...],
     dtype: str,
-    sizes: tuple[int, ...],
+    sizes: tuple[int, ...] | None,
     sms: tuple[int, ...],
     floors: Path | None,
     out: Path | None,
@@ -40,7 +44,7 @@ def run(
             if value not in possible:
                 raise UnknownChoiceError(name, value, possible)
     chosen = list(collectives or measuring.COLLECTIVES)
-    bytes_ = [size << 10 for size in sizes]
+    bytes_ = [size << 10 for size in sizes or (SIZES_SIMULATED if simulator.ACTIVE else SIZES)]
     if "RANK" not in os.environ:
         # Ranks that are started here are on one host.
         check_choice(libraries, sms, 1)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from iris import simulator
 from iris.bench import optional_peers, peers
 from iris.bench.ranks import failure, on_any_rank
+from iris.bench.repetitions import Repetitions, repetitions
 from iris.bench.report import save_rows
 from iris.bench.timing import Operands, capture, counts, do_bench, microseconds_in_turns
 from iris.ccl import Config
@@ -123,36 +124,30 @@ def check(ctx: Iris, collective: str, operands: Operands, call: Callable[[], obj
     return ""
 
 
-# A graph begins with a barrier of all ranks, some microseconds that its calls share.
-PER_GRAPH = 20
-# Of what moves so many bytes or more: replays that are timed, and replays before. And of less. Those before take some
-# 10 ms, in which a GPU that was idle reaches its speed.
-MANY_BYTES = 4 << 20
-SELDOM, OFTEN = (15, 15), (25, 200)
-
-
 def microseconds(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
-    """The slowest rank's time of a call."""
-    return microseconds_of_each(ctx, [ready(ctx, call)], nbytes)[0]
+    """The slowest rank's time of a call, which has been made before."""
+    often = repetitions(ctx, call, nbytes)
+    return microseconds_of_each(ctx, [ready(ctx, call, often)], often)[0]
 
 
 def ready(
     ctx: Iris,
     call: Callable[[], object],
+    often: Repetitions,
     capturing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Any:
     """What `microseconds_of_each` takes: a graph of calls, or the call where there are none."""
     if ctx.device.type != "cuda":
         return call
     with capturing():
-        return capture(call, ctx.device_barrier, PER_GRAPH)
+        return capture(call, ctx.device_barrier, often.per_graph)
 
 
-def microseconds_of_each(ctx: Iris, readied: Sequence[Any], nbytes: int) -> list[float]:
+def microseconds_of_each(ctx: Iris, readied: Sequence[Any], often: Repetitions) -> list[float]:
     """The slowest rank's time of each call, measured by turns."""
     ctx.barrier()
     if ctx.device.type == "cuda":
-        mine = microseconds_in_turns(readied, PER_GRAPH, *(SELDOM if nbytes >= MANY_BYTES else OFTEN))
+        mine = microseconds_in_turns(readied, *often)
     else:
         mine = [1e3 * do_bench(call, ctx.barrier, n_warmup=0, n_repeat=1, return_mode="median") for call in readied]
     everyone = [ctx.broadcast(mine, rank) for rank in range(ctx.num_ranks)]
@@ -203,13 +198,15 @@ def _measure(
                 }
                 reasons: dict[str, str] = {}
                 readied: dict[str, Any] = {}
+                often: Repetitions | None = None
                 for library, case in cases.items():
                     if case is None:
                         continue
                     reasons[library] = "" if library == "torch" else _problem(ctx, collective, case, nbytes)
                     if not reasons[library]:
-                        readied[library] = ready(ctx, case.call, case.capturing)
-                times = microseconds_of_each(ctx, list(readied.values()), nbytes)
+                        often = often or repetitions(ctx, case.call, nbytes)
+                        readied[library] = ready(ctx, case.call, often, case.capturing)
+                times = [] if often is None else microseconds_of_each(ctx, list(readied.values()), often)
                 spent = dict(zip(readied, times, strict=True))
                 moved = bus_bytes(collective, heap.whole.nbytes, ctx.num_ranks)
                 for library, reason in reasons.items():

@@ -25,7 +25,9 @@ def bench() -> None:
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option(
-    "--sizes", type=Numbers(",", 1), default="1,8,32,128,512,2048,8192,65536,262144", show_default=True, help="In KiB."
+    "--sizes",
+    type=Numbers(",", 1),
+    help="In KiB. If not given, 1, 8, 32 and 128, and on GPUs also 512, 2048, 8192, 65536 and 262144.",
 )
 @click.option(
     "--sms",
@@ -41,7 +43,7 @@ def ccl(
     collectives: tuple[str, ...],
     libraries: tuple[str, ...],
     dtype: str,
-    sizes: tuple[int, ...],
+    sizes: tuple[int, ...] | None,
     sms: tuple[int, ...],
     floors: Path | None,
     out: Path | None,
@@ -66,8 +68,8 @@ def ccl(
     "libraries",
     multiple=True,
     help="iris, 'iris triton', vendor, torch, gemm ...; and for all_reduce_rms_norm flashinfer, 'flashinfer one shot', "
-    "'flashinfer two shot' or sglang. If not given, all of the first, and of the others flashinfer and sglang where "
-    "they are installed.",
+    "'flashinfer two shot' or sglang. Over several hosts also 'iris beside rails' and 'iris in turn'. If not given, "
+    "all of the first, and of the others flashinfer and sglang where they are installed.",
 )
 @click.option("--dtype", type=FACTORS, default="bfloat16", show_default=True)
 @click.option(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from iris.ccl.cluster import Cluster, HostFigures, us
 from iris.ccl.predict_over_hosts import add_up_us, rail_us, steps, vendor
 from iris.errors import InvalidValueError
+from iris.ops.beside_rails import Loop, beside_stores_us
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 # With the collective that NCCL has before or behind the GEMM.
@@ -43,9 +44,8 @@ class Row(NamedTuple):
     """Microseconds of a call, and of its parts alone.
 
     ``bound``: everything at once, the longest part; ``overlapped``: the rail beside the rest, by hosts or pieces, and
-    a product beside stores, as that was measured; ``in_steps``: as it is done today, of a fused operation the rail
-    before or behind the rest. ``nccl_bound``: what links let NCCL do; ``nccl``: at the rate that others have measured.
-    Both with the GEMM behind or in front.
+    a product beside stores, as that was measured; ``in_steps``: as it is done today. ``nccl_bound``: what links let
+    NCCL do; ``nccl``: at the rate that others have measured. Both with the GEMM behind or in front.
     """
 
     what: str
@@ -110,7 +110,9 @@ def fused(name: str, shape: tuple[int, int, int], cluster: Cluster, measured: Me
     rail = rail_us(nbytes, cluster, ideal)
     added = 0.0 if name == "all_gather_matmul" else add_up_us(nbytes / W, cluster, ideal)
     in_host, product = us(sent, measured.stores) + added, 2 * M * N * K / W / measured.gemm / 1e6
-    together = beside(us(sent, measured.beside), product, measured.slowed) + added
+    stores = us(sent, measured.beside)
+    together = beside_stores_us(stores, product, measured.slowed) + added
+    as_it_goes = Loop(stores, product, measured.slowed, nbytes / W)
     known = vendor(FUSED[name], nbytes, cluster, ideal)
     return Row(
         name,
@@ -121,12 +123,7 @@ def fused(name: str, shape: tuple[int, int, int], cluster: Cluster, measured: Me
         product,
         bound=max(rail, in_host, product),
         overlapped=max(together, rail + together / H),
-        in_steps=rail + together,
+        in_steps=as_it_goes.us(cluster, measured.host) + added,
         nccl_bound=known.at_best + product,
         nccl=known.measured + product,
     )
-
-
-def beside(stores_us: float, product_us: float, slowed: float) -> float:
-    """How long stores and a product take at once: the product is slowed while the stores last."""
-    return stores_us + max(0.0, product_us - slowed * stores_us)

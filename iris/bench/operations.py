@@ -9,10 +9,11 @@ with that of the vendor once before it is timed.
 Of fp8 A lies by rows and B by columns, as cuBLAS takes them, the result is bf16, and the factors are 1.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from iris.bench import optional_peers
 from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.ranks import failure, on_any_rank
+from iris.bench.repetitions import Repetitions, repetitions
 from iris.bench.report import save_rows
 from iris.compat.scaled_mm import scaled_mm
 from iris.compat.symmetric_memory import allow_fused_operators
@@ -28,6 +30,7 @@ from iris.errors import InvalidConfigError, SeveralHostsError
 from iris.ops import FusedConfig
 from iris.ops.choose import by_triton
 from iris.ops.copies import COPIED
+from iris.ops.over_hosts import OperationsOverHosts
 
 GATHER_K = "all_gather_matmul_k"
 PRODUCTS = ("all_gather_matmul", GATHER_K, "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -36,9 +39,13 @@ OPERATIONS = (*PRODUCTS, NORM)
 # "gemm" and "all_reduce": the vendor's product, and Iris' all-reduce, alone. "iris residual": a norm with one, which
 # other projects' have as well.
 OF_IRIS = ("iris", "iris gluon", "iris triton", "iris copies", "iris residual")
-LIBRARIES = (*OF_IRIS, "vendor", "torch", "gemm", "all_reduce", *optional_peers.NAMES)
+# Over several hosts, those that have a loop over these: "iris" with products that run beside rails, or by turns with
+# them, where its own choice is one of both.
+BESIDE_RAILS = {"iris beside rails": True, "iris in turn": False}
+ON_ONE_HOST = (*OF_IRIS, "vendor", "torch", "gemm", "all_reduce", *optional_peers.NAMES)
+LIBRARIES = (*ON_ONE_HOST, *BESIDE_RAILS)
 # Of these, those that span hosts.
-OVER_HOSTS = (*OF_IRIS, "vendor", "gemm", "all_reduce")
+OVER_HOSTS = (*OF_IRIS, *BESIDE_RAILS, "vendor", "gemm", "all_reduce")
 WITH_RESIDUAL = ("iris residual", *optional_peers.NAMES)
 # Layers of large models, and of one small batch.
 SHAPES = [
@@ -94,7 +101,7 @@ def has(library: str, operation: str) -> bool:
         return library in ("iris", "vendor", *of_norm)
     if operation == GATHER_K:
         return library in ("iris", "iris triton", "vendor", "gemm")
-    return library not in of_norm and (operation in COPIED or library not in ("iris copies", "torch"))
+    return library not in of_norm and (operation in COPIED or library not in ("iris copies", "torch", *BESIDE_RAILS))
 
 
 class Row(NamedTuple):
@@ -205,6 +212,10 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
             "all_reduce": lambda: ctx.ccl.all_reduce(x.whole, x.a),
             "vendor": vendor(operation, x),
         }[library]
+    if library in BESIDE_RAILS:
+        return functools.partial(
+            beside_rails, cast(OperationsOverHosts, ctx.ops), BESIDE_RAILS[library], case(ctx, operation, "iris", x)
+        )
     columns, depth = (256, 64) if x.factor is None else (128, 128)
     configs = {
         "iris": None,
@@ -224,6 +235,15 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
             return lambda: x.multiply(x.whole, x.out)
         return lambda: x.multiply(x.a, x.whole)
     return torchs(operation, x)
+
+
+def beside_rails(ops: OperationsOverHosts, wanted: bool, call: Callable[[], object]) -> None:
+    """The call, with products beside rails or by turns with them, as it is ``wanted``."""
+    before, ops.beside_rails = ops.beside_rails, wanted
+    try:
+        call()
+    finally:
+        ops.beside_rails = before
 
 
 def torchs(operation: str, x: Operands) -> Callable[[], object]:
@@ -303,6 +323,7 @@ def _side_by_side(
     x = operands(ctx, operation, shape, dtype)
     reasons: dict[str, str] = {}
     readied: dict[str, Any] = {}
+    often: Repetitions | None = None
     nbytes = x.a.nbytes if operation == NORM else 8 << 20
     for library in libraries:
         if not has(library, operation):
@@ -332,8 +353,9 @@ def _side_by_side(
         if call is not None and not reasons[library]:
             # At once, as a graph takes over the memory of the call before it.
             capturing = others[library].capturing if library in others else nullcontext
-            readied[library] = ready(ctx, call, capturing)
-    times = microseconds_of_each(ctx, list(readied.values()), nbytes)
+            often = often or repetitions(ctx, call, nbytes)
+            readied[library] = ready(ctx, call, often, capturing)
+    times = [] if often is None else microseconds_of_each(ctx, list(readied.values()), often)
     spent = dict(zip(readied, times, strict=True))
     name = str(dtype).removeprefix("torch.")
     return [Row(operation, *shape, name, library, spent.get(library), reason) for library, reason in reasons.items()]

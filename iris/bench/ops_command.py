@@ -17,7 +17,7 @@ from iris.bench import optional_peers, plots, ranks
 from iris.bench.report import below_floor
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
-from iris.errors import UnknownChoiceError
+from iris.errors import InvalidValueError, UnknownChoiceError
 
 
 def run(
@@ -82,9 +82,14 @@ def run_on_rank(
     with iris(3 * largest + (64 << 20 if torch.cuda.is_available() else 1 << 20)) as ctx:
         on_gpu, hosts = ctx.device.type == "cuda", ctx.num_hosts
         in_simulator = ("iris", "iris triton", "iris copies")
-        known = measuring.LIBRARIES if hosts == 1 else measuring.OVER_HOSTS
+        known = measuring.ON_ONE_HOST if hosts == 1 else measuring.OVER_HOSTS
         beside = list(libraries or (optional_peers.by_default(known) if on_gpu else in_simulator))
         ranks.check_libraries(beside, hosts, known)
+        for library in set(measuring.BESIDE_RAILS).intersection(beside if hosts == 1 else ()):
+            raise InvalidValueError(
+                f"--library {library!r} is for ranks on several hosts, and these are on one. Ask for iris, or start "
+                "ranks on several hosts with torchrun --nnodes."
+            )
         rows: list[measuring.Row] = []
         ranks_here = name_of_ranks(ctx.num_local_ranks, hosts)
         name = file_name("operations", dtype, ranks_here)

@@ -15,6 +15,7 @@ import torch
 
 from iris.bench import figures
 from iris.bench.collectives import COLLECTIVES, iris_calls, microseconds_of_each, ready
+from iris.bench.repetitions import repetitions
 from iris.bench.timing import Operands, counts
 from iris.ccl import algorithms
 from iris.ccl.communicator import Communicator, kind_of
@@ -98,6 +99,7 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
                 for name, call in iris_calls(ctx, operands, Config(comm_sms=sms)).items():
                     key = name_in_table(name, sms is not None)
                     picks, readied, kept = candidates(communicator, name, nbytes, sms is None), [], []
+                    often = repetitions(ctx, call, nbytes)
                     for variant, programs in picks:
                         communicator.table = before | {key: [Choice(None, variant, programs)]}
                         # Graphs need what the launches in them keep alive.
@@ -106,8 +108,8 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
                         # Compiled and loaded first, outside the graph.
                         call()
                         # In the simulator, which has no graphs, all of them are the last one.
-                        readied.append(ready(ctx, call))
-                    times = dict(zip(picks, microseconds_of_each(ctx, readied, nbytes), strict=True))
+                        readied.append(ready(ctx, call, often))
+                    times = dict(zip(picks, microseconds_of_each(ctx, readied, often), strict=True))
                     del readied, kept
                     ctx.ccl.release_graphs()
                     variant, programs = min(times, key=times.__getitem__)
@@ -132,12 +134,12 @@ def tune_over_hosts(ctx: Iris, sizes: list[int], report: Callable[[str], None]) 
         operands = Operands(*(ctx.randn(n, dtype=torch.bfloat16) for n in counts(nbytes, 2, ctx.num_ranks)))
         choices = {(who, None): iris_calls(ctx, operands, Config(over_hosts=who)) for who in (IRIS, VENDOR)}
         for name in COLLECTIVES:
-            readied = []
             for calls in choices.values():
                 # Compiled, and connected, first, outside the graph.
                 calls[name]()
-                readied.append(ready(ctx, calls[name]))
-            times: dict[Pick, float] = dict(zip(choices, microseconds_of_each(ctx, readied, nbytes), strict=True))
+            often = repetitions(ctx, choices[IRIS, None][name], nbytes)
+            readied = [ready(ctx, calls[name], often) for calls in choices.values()]
+            times: dict[Pick, float] = dict(zip(choices, microseconds_of_each(ctx, readied, often), strict=True))
             del readied
             ctx.ccl.release_graphs()
             report(f"{name}, {nbytes} bytes: {', '.join(f'{who} {time:.2f} us' for (who, _), time in times.items())}")

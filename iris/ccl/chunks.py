@@ -6,7 +6,8 @@ one chunk the rail works beside the own host's step alone, so all_gather and red
     max(r, s) + (H - 1) s
 
 which is longer by e = min(r - s, (H - 1) s) than max(r, H s), if e > 0: else the rail is hidden as it is. An all_to_all
-has one step s for all hosts behind its rail, and so has a broadcast: e = min(r, s). In C chunks calls take about
+has one step s for all hosts behind its rail, and so have collectives with a root, before or behind: e = min(r, s). In C
+chunks calls take about
 
     max(r, H s) + e / C + C f
 
@@ -14,7 +15,8 @@ where f is what a chunk takes however small it is: a transfer has to start, and 
 more than C pays while e / (C (C + 1)) > f, which gives C = round(sqrt(1 / 4 + e / f)).
 
 A rail reaches its rate with messages of some MiB only, so no chunk is below `LEAST_BYTES`. And at `MOST` chunks an
-eighth of e is left, of which more chunks would hide little.
+eighth of e is left, of which more chunks would hide little. Of gather, scatter and reduce, whose root has room for two
+chunks besides, no chunk is above `MOST_ROOM` there.
 
 For example, on 4 hosts of 8 ranks with 50 GB/s each between hosts and 290 within, and parts of 16 MiB a rank: r = 1007
 us, s = 7 * 16 MiB / 290 GB/s = 405 us, e = 602 us, f = 15 + 4 * 12 us, so C = 3: 1620 + 201 + 189 us, and not 2222.
@@ -36,6 +38,9 @@ Chunk = TypeVar("Chunk")
 MOST = 8
 # Of what a rank sends along its rail in a chunk.
 LEAST_BYTES = 4 << 20
+# Of what comes to the root, or goes from it, in a chunk of gather, scatter and reduce: it has room for two. On a rail
+# of 50 GB/s so much takes some 50 times what a chunk more does.
+MOST_ROOM = 64 << 20
 # What a transfer of NCCL takes to start, where others are in front of it. An assumption: nobody has measured it.
 NEXT_TRANSFER_US = 15.0
 # Every chunk begins at a multiple of so many bytes: what a thread loads at once, and a multiple of any element.
@@ -82,6 +87,18 @@ def chunks_of_whole(cluster: Cluster, host: HostFigures, nbytes: int) -> list[sl
     """Of a broadcast of so many bytes, which go to the other hosts, and to all ranks of each."""
     in_host_us = us(nbytes, host.all_gather_GBps) if cluster.ranks_per_host > 1 else 0.0
     return cut(nbytes, number_of_chunks(host, min(us(nbytes, cluster.network_GBps), in_host_us), nbytes, 1))
+
+
+def chunks_of_rooted(cluster: Cluster, host: HostFigures, nbytes: int, rows: int, reduces: bool = False) -> list[slice]:
+    """Of a gather or scatter of so many bytes of each rank, or of a reduce of so many.
+
+    ``rows``: as many bytes each come to the root for all ranks, or for all hosts.
+    """
+    H, L = cluster.num_hosts, cluster.ranks_per_host
+    on_rail = (H - 1) * rows // H * nbytes
+    in_host_us = us((1 if reduces else L - 1) * nbytes, host.all_gather_GBps) if L > 1 else 0.0
+    exposed_us = min(us(on_rail, cluster.network_GBps), in_host_us)
+    return cut(nbytes, max(number_of_chunks(host, exposed_us, on_rail, 1), math.ceil(rows * nbytes / MOST_ROOM)))
 
 
 def cut(length: int, number: int, alignment: int = ALIGNMENT) -> list[slice]:

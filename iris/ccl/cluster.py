@@ -35,6 +35,28 @@ class HostFigures(NamedTuple):
         return self._replace(small_us=0.0, transfer_us=0.0)
 
 
+class ProductFigures(NamedTuple):
+    """Of products within a host.
+
+    By bytes of an element, 1 and 2: ``TFLOPS`` of the vendor's GEMM; ``speed_beside_stores``, of 1, while a product
+    stores to peers. ``stores_GBps``: what it stores then.
+    """
+
+    TFLOPS: dict[int, float]
+    speed_beside_stores: dict[int, float]
+    stores_GBps: float
+
+    def us(self, operations: float, itemsize: int) -> float:
+        """Microseconds of a product."""
+        # Of float32 nothing was measured. TF32 has half the speed of 16 bits (NVIDIA, "H100 Tensor Core GPU
+        # Architecture").
+        return operations / self.TFLOPS.get(itemsize, self.TFLOPS[2] / 2) / 1e6
+
+    def slowed(self, itemsize: int) -> float:
+        """Its speed beside stores."""
+        return self.speed_beside_stores.get(itemsize, self.speed_beside_stores[2])
+
+
 def us(nbytes: float, GBps: float) -> float:
     """Microseconds of so many bytes."""
     return nbytes / GBps / 1e3

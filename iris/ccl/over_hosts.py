@@ -14,8 +14,8 @@ In these steps a rank sends to other hosts what its own GPU holds, once, and onl
 are formed within a host in the order of ranks and rounded once, then over hosts in the order of hosts and rounded once
 more, so they are the same from run to run and on every rank. With `Config.fp32_partials` only the latter is rounded.
 
-Large calls of the first four, and of broadcast, go in chunks: the rail moves one while the ranks of a host work on
-another (`iris.ccl.chunks`).
+Large calls of all but all_to_all_v go in chunks: the rail moves one while the ranks of a host work on another
+(`iris.ccl.chunks`).
 
 A message between ranks of different hosts goes by a link of the two (`iris.world.links`).
 """
@@ -28,10 +28,10 @@ import torch.distributed as dist
 
 from iris.arg_parser import index
 from iris.ccl import checks
+from iris.ccl import rooted_over_hosts as steps
 from iris.ccl.all_to_all_v_over_hosts import exchange_over_hosts
 from iris.ccl.config import Config, ReduceOp
 from iris.ccl.enqueue import FOR_THE_HOST, to_read, to_write
-from iris.ccl.host_sums import add_up
 from iris.ccl.reduction import check_op, reduction
 from iris.ccl.span import Partials, Span
 from iris.ccl.spans import Spans, over_hosts, within_a_host
@@ -129,15 +129,9 @@ class CollectivesOverHosts(Spans):
                     checks.check_overlap("gather", result, source)
         if not source.numel():
             return
-        mine = as_bytes(source)
-        of_host = mine.new_empty(len(span.hosts.local_ranks), len(mine)) if root.on_rail else None
-        span.within.gather(of_host, mine, root.in_this_host, group=span.group)
-        if of_host is None:
-            return
-        arrived = of_host.new_empty(size, len(mine)) if root.here else None
-        span.rail.gather(arrived, of_host, root.host, _described("gather", input))
-        if arrived is not None and result is not None:
-            span.order.write(as_bytes(result).view(size, len(mine)), arrived)
+        everyone = as_bytes(result).view(size, -1) if root.here and result is not None else None
+        steps.gather(span, everyone, as_bytes(source), root, _described("gather", input))
+        if root.here and result is not None:
             _deliver(cast(torch.Tensor, output), result)
 
     @over_hosts
@@ -162,14 +156,10 @@ class CollectivesOverHosts(Spans):
                 if result.data_ptr() != source.data_ptr() + span.rank * result.nbytes:
                     checks.check_overlap("scatter", result, source)
                 if source.numel():
-                    parts = span.order.by_host(as_bytes(source).view(size, -1))
+                    parts = as_bytes(source).view(size, -1)
         if not output.numel():
             return
-        mine = as_bytes(result)
-        of_host = mine.new_empty(len(span.hosts.local_ranks), len(mine)) if root.on_rail else None
-        if of_host is not None:
-            span.rail.scatter(of_host, parts, root.host, _described("scatter", output))
-        span.within.scatter(mine, of_host, root.in_this_host, group=span.group)
+        steps.scatter(span, as_bytes(result), parts, root, _described("scatter", output))
         _deliver(output, result)
 
     @over_hosts
@@ -203,16 +193,9 @@ class CollectivesOverHosts(Spans):
             if root.here:
                 _deliver(cast(torch.Tensor, output), cast(torch.Tensor, result))
             return
-        summands = source.to(sent.dtype)
-        of_host = torch.empty_like(summands) if root.on_rail else None
-        span.within.reduce(of_host, summands, root.in_this_host, op=sent.op, group=span.group)
-        if of_host is None:
-            return
-        arrived = of_host.new_empty(len(span.hosts), of_host.numel()) if root.here else None
-        span.rail.gather(arrived, of_host, root.host, _described("reduce", input, op))
-        if arrived is not None and result is not None:
-            add_up(result, arrived, reduction(op)[0], span.stream(), sent.summands)
-            _deliver(cast(torch.Tensor, output), result)
+        steps.reduce(span, result if root.here else None, source, root, op, _described("reduce", input, op), sent)
+        if root.here:
+            _deliver(cast(torch.Tensor, output), cast(torch.Tensor, result))
 
     @over_hosts
     def reduce_scatter(

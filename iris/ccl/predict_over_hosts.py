@@ -21,8 +21,8 @@ Iris' steps (`iris.ccl.over_hosts`):
 | broadcast | fixed + S / network | `small_us` + S / rate | |
 | reduce | fixed + (H - 1) S / network | the same | (H + 1) S / memory |
 
-They wait for each other. But in the first three the rail works beside the own host's step, and large calls of all but
-reduce go in chunks: see `iris.ccl.chunks`. A chunk more starts another transfer and other kernels.
+They wait for each other. But in the first three the rail works beside the own host's step, and large calls of all go
+in chunks: see `iris.ccl.chunks`. A chunk more starts another transfer and other kernels.
 
 The vendor's algorithms, each behind one `fixed`:
 
@@ -37,7 +37,13 @@ The vendor's algorithms, each behind one `fixed`:
 
 from typing import NamedTuple
 
-from iris.ccl.chunks import NEXT_TRANSFER_US, chunks_of_exchange, chunks_of_part, chunks_of_whole
+from iris.ccl.chunks import (
+    NEXT_TRANSFER_US,
+    chunks_of_exchange,
+    chunks_of_part,
+    chunks_of_rooted,
+    chunks_of_whole,
+)
 from iris.ccl.cluster import Cluster, HostFigures, us
 
 # Within a host of 8 H100, GB/s of bus bandwidth: rings at best, and at best an all_reduce that the switch adds up, as
@@ -112,8 +118,9 @@ def steps(collective: str, nbytes: int, cluster: Cluster, host: HostFigures) -> 
         rail, step = host.transfer_us + us(nbytes, cluster.network_GBps), within(nbytes, host.all_gather_GBps)
         return beside(rail, step, 1, len(chunks_of_whole(cluster, host, nbytes)))
     rail = host.transfer_us + us((H - 1) * nbytes, cluster.network_GBps)
-    in_host = within(nbytes, host.reduce_scatter_GBps) + add_up_us(nbytes, cluster, host)
-    return Steps(rail, in_host, rail + in_host)
+    step, added = within(nbytes, host.reduce_scatter_GBps), add_up_us(nbytes, cluster, host)
+    found = beside(rail, step, 1, len(chunks_of_rooted(cluster, host, nbytes, H, reduces=True)))
+    return Steps(found.rail, found.in_host + added, found.total + added)
 
 
 def vendor(collective: str, nbytes: float, cluster: Cluster, host: HostFigures) -> Vendor:

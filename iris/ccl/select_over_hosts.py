@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from iris import simulator
-from iris.ccl.cluster import Cluster, HostFigures
+from iris.ccl.cluster import Cluster, HostFigures, ProductFigures
 from iris.ccl.config import ReduceOp
 from iris.ccl.predict_over_hosts import steps, vendor
 from iris.ccl.select import Choice, Table, load_table
@@ -40,8 +40,8 @@ MARGIN = 1.05
 class HostChoice(NamedTuple):
     """By what is chosen; the same on all ranks.
 
-    ``cluster``, ``host``: what the arithmetic knows. ``asked``: by IRIS_OVER_HOSTS, or "". ``table``: what was
-    measured over so many hosts; there may be nothing.
+    ``cluster``, ``host``, ``product``: what the arithmetic knows. ``asked``: by IRIS_OVER_HOSTS, or "". ``table``: what
+    was measured over so many hosts; there may be nothing.
     """
 
     cluster: Cluster
@@ -49,6 +49,7 @@ class HostChoice(NamedTuple):
     asked: str
     simulated: bool
     table: Table
+    product: ProductFigures
 
     def of(self, collective: str, nbytes: int) -> str:
         """`IRIS` or `VENDOR`, for a whole of so many bytes."""
@@ -82,20 +83,28 @@ def as_found(num_hosts: int, num_local_ranks: int, kind: str) -> HostChoice:
         raise InvalidSettingError("IRIS_OVER_HOSTS", asked, f"{IRIS} or {VENDOR}, or nothing: whichever is faster")
     sends = found.collective_GBps
     host = HostFigures(sends, sends, found.copy_engine_GBps, found.memory_GBps, found.small_collective_us, TRANSFER_US)
-    return HostChoice(Cluster(num_hosts, num_local_ranks, rate), host, asked, simulator.ACTIVE, table)
+    product = ProductFigures(
+        {nbytes: found.gemm_TFLOPS[nbytes] for nbytes in (1, 2)},
+        {nbytes: found.product_speed_beside_stores[nbytes] for nbytes in (1, 2)},
+        found.stores_beside_product_GBps,
+    )
+    return HostChoice(Cluster(num_hosts, num_local_ranks, rate), host, asked, simulator.ACTIVE, table, product)
 
 
 def as_sent(choice: HostChoice) -> tuple:
     """A choice in words that ranks can send each other."""
     table = {name: [tuple(row) for row in rows] for name, rows in choice.table.items()}
-    return tuple(choice.cluster), tuple(choice.host), choice.asked, choice.simulated, table
+    rates, speeds, stores_GBps = choice.product
+    product = sorted(rates.items()), sorted(speeds.items()), stores_GBps
+    return tuple(choice.cluster), tuple(choice.host), choice.asked, choice.simulated, table, product
 
 
 def as_received(sent: tuple) -> HostChoice:
     """What was sent so."""
-    cluster, host, asked, simulated, rows = sent
+    cluster, host, asked, simulated, rows, (rates, speeds, stores_GBps) = sent
     table = {name: [Choice(*row) for row in each] for name, each in rows.items()}
-    return HostChoice(Cluster(*cluster), HostFigures(*host), asked, simulated, table)
+    product = ProductFigures(dict(rates), dict(speeds), stores_GBps)
+    return HostChoice(Cluster(*cluster), HostFigures(*host), asked, simulated, table, product)
 
 
 def vendor_carries(collective: str, dtype: torch.dtype, op: Any) -> bool:

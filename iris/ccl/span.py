@@ -174,7 +174,7 @@ class Span:
         """
         (number, local), (rows, _, columns) = (len(self.hosts), len(self.hosts.local_ranks)), input.shape
         pieces = chunks_of_exchange(self.choice.cluster, self.choice.host, rows, columns)
-        beside = self._beside_rails(pieces)
+        beside = self.beside_rails(pieces)
 
         def begin(piece: slice) -> Callable[[], None]:
             place = (slice(None), slice(None), piece) if rows == 1 else (piece,)
@@ -200,7 +200,7 @@ class Span:
         """``tensor`` is contiguous, and of one size on all ranks."""
         data = as_bytes(tensor)
         chunks = chunks_of_whole(self.choice.cluster, self.choice.host, len(data))
-        beside = self._beside_rails(chunks)
+        beside = self.beside_rails(chunks)
 
         def begin(chunk: slice) -> Callable[[], None]:
             wait = self.rail.broadcast(data[chunk], root.host, call) if root.on_rail else None
@@ -221,7 +221,7 @@ class Span:
         """What begins to gather a chunk, which is in ``part`` by then: bytes of every rank's part."""
         hosts, own = self.hosts, self.hosts.number
         mine, everyone = as_bytes(part), as_bytes(output).view(self.size, part.nbytes)
-        room, beside = two_buffers(mine, len(hosts), chunks), self._beside_rails(chunks, part.nbytes)
+        room, beside = two_buffers(mine, len(hosts), chunks), self.beside_rails(chunks, part.nbytes)
 
         def begin(chunk: slice) -> Callable[[], None]:
             arrived, sent, rows = next(room)(chunk), mine[chunk], everyone[:, chunk]
@@ -253,7 +253,7 @@ class Span:
     ) -> Callable[[slice], Callable[[], None]]:
         """What begins to sum up a chunk of ``part``; when it is finished, the sum is there."""
         hosts, own, size = self.hosts, self.hosts.number, input.itemsize
-        total, everyone, beside = part.view(-1), input.view(self.size, -1), self._beside_rails(chunks, part.nbytes)
+        total, everyone, beside = part.view(-1), input.view(self.size, -1), self.beside_rails(chunks, part.nbytes)
         to_send, to_receive = (two_buffers(input, len(hosts), chunks, sent.dtype) for _ in range(2))
         for_own = two_buffers(input, 1, chunks, sent.dtype)
 
@@ -281,7 +281,7 @@ class Span:
 
         return begin
 
-    def _beside_rails(self, chunks: list[slice], nbytes: int = 0) -> Config | None:
+    def beside_rails(self, chunks: list[slice], nbytes: int = 0) -> Config | None:
         """How steps within the host leave room for NCCL's kernel, where they are to run beside it.
 
         That is where there are chunks, or the own host has a part of so many bytes, unless both are over in no time.

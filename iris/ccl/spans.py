@@ -22,6 +22,7 @@ from iris.ccl.select_over_hosts import (
     IRIS,
     OF_VENDOR,
     VENDOR,
+    HostChoice,
     as_found,
     as_received,
     as_sent,
@@ -36,7 +37,7 @@ from iris.errors import InvalidConfigError, SeveralHostsError, UnsupportedReduct
 from iris.operators.graph_break import methods_break_graph
 from iris.runtime.workspace import RankContext
 from iris.world import World, check_process_group
-from iris.world.hosts import hosts_of
+from iris.world.hosts import hosts_of, tell_other_hosts
 
 # Collectives that add up.
 ADD = ("all_reduce", "reduce_scatter", "reduce")
@@ -64,6 +65,7 @@ def over_hosts(steps: Callable[..., None]) -> Any:
                 steps(self, span, used, *args, **named)
         except BaseException as error:
             comm.abort_flag.interrupted(name, error)
+            tell_other_hosts(span.whole)
             raise
         return Work(self._on_gpu) if async_op else None
 
@@ -101,6 +103,13 @@ class Spans(Collectives):
         # By group, those that were used; None for one within a host.
         self._spans: dict[dist.ProcessGroup | None, Span | None] = {}
         self._spans[None] = self._span(context._world, None)
+
+    @property
+    def choice(self) -> HostChoice:
+        """By what calls of all ranks are chosen."""
+        everyone = self._spans[None]
+        assert everyone is not None
+        return everyone.choice
 
     def forget(self, group: dist.ProcessGroup) -> None:
         super().forget(group)

@@ -31,7 +31,8 @@ class FusedConfig:
         Rows of tiles that are computed one column after the other, since they share what the L2 cache holds of B. Not
         for all_gather_matmul by the Gluon kernel for CDNA3, which takes tiles as their rows arrive.
     num_sms : int
-        Programs at most, each of which may take an SM (NVIDIA) or CU (AMD). Default: all of them.
+        Programs at most, each of which may take an SM (NVIDIA) or CU (AMD). Default: all of them. With the vendor's
+        GEMM, of the collective.
     comm_sms : int
         Programs of `all_gather_matmul` that send A: in Triton before they multiply, on CDNA3 instead of it; the kernel
         for Hopper has none. Default: a sixteenth, in Triton at least all that find no tile of their own rank's rows.

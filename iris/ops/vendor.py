@@ -3,6 +3,9 @@
 It is the faster way where there is little to hide, and for what no kernel here is made for.
 """
 
+import functools
+from dataclasses import replace
+
 import torch
 
 from iris.ccl.config import ALL_REDUCE_VARIANTS, DEFAULT, Config, ReduceOp
@@ -112,37 +115,51 @@ def _factors(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return a, b
 
 
-def _all_gather_matmul(ctx: CollectivesContext, call: Call, all_reduce_variant: str) -> None:
+# One object for equal configurations, by which launches are found again.
+@functools.cache
+def _with_sms(config: Config, num_sms: int | None) -> Config:
+    return config if num_sms is None else replace(config, comm_sms=num_sms)
+
+
+def _of_collective(config: FusedConfig) -> Config | None:
+    return None if config.num_sms is None else _with_sms(DEFAULT, config.num_sms)
+
+
+def _of_all_reduce(config: FusedConfig) -> Config:
+    return _with_sms(_ALL_REDUCES[config.all_reduce_variant], config.num_sms)
+
+
+def _all_gather_matmul(ctx: CollectivesContext, call: Call, config: FusedConfig) -> None:
     gathered = call.a.new_empty(call.rows, call.a.shape[1])
-    ctx.ccl.all_gather(gathered, call.a)
+    ctx.ccl.all_gather(gathered, call.a, config=_of_collective(config))
     Product(call)(call.out, gathered, call.bias)
 
 
-def _all_gather_matmul_k(ctx: CollectivesContext, call: Call, all_reduce_variant: str) -> None:
+def _all_gather_matmul_k(ctx: CollectivesContext, call: Call, config: FusedConfig) -> None:
     (M, K), W = call.a.shape, ctx.num_ranks
     gathered = call.a.new_empty(W * M, K)
-    ctx.ccl.all_gather(gathered, call.a)
+    ctx.ccl.all_gather(gathered, call.a, config=_of_collective(config))
     # One product, so that the sum over the ranks is rounded once: their columns are put side by side before it.
     Product(call)(call.out, gathered.view(W, M, K).transpose(0, 1).reshape(M, W * K), call.bias)
 
 
-def _matmul_all_gather(ctx: CollectivesContext, call: Call, all_reduce_variant: str) -> None:
+def _matmul_all_gather(ctx: CollectivesContext, call: Call, config: FusedConfig) -> None:
     own = call.out.new_empty(len(call.a), call.out.shape[1])
     Product(call)(own, call.a, call.bias)
-    ctx.ccl.all_gather(call.out, own)
+    ctx.ccl.all_gather(call.out, own, config=_of_collective(config))
 
 
-def _matmul_reduce_scatter(ctx: CollectivesContext, call: Call, all_reduce_variant: str) -> None:
+def _matmul_reduce_scatter(ctx: CollectivesContext, call: Call, config: FusedConfig) -> None:
     whole = call.out.new_empty(len(call.a), call.out.shape[1])
     Product(call)(whole, call.a, None)
-    ctx.ccl.reduce_scatter(call.out, whole, op=ReduceOp.SUM)
+    ctx.ccl.reduce_scatter(call.out, whole, op=ReduceOp.SUM, config=_of_collective(config))
     if call.bias is not None:
         call.out.add_(call.bias)
 
 
-def _matmul_all_reduce(ctx: CollectivesContext, call: Call, all_reduce_variant: str) -> None:
+def _matmul_all_reduce(ctx: CollectivesContext, call: Call, config: FusedConfig) -> None:
     Product(call)(call.out, call.a, None)
-    ctx.ccl.all_reduce(call.out, call.out, config=_ALL_REDUCES[all_reduce_variant])
+    ctx.ccl.all_reduce(call.out, call.out, config=_of_all_reduce(config))
     if call.bias is not None:
         call.out.add_(call.bias)
 
@@ -198,4 +215,4 @@ class Vendor(Algorithm):
             # The vendor's library sets itself up in its first product.
             refuse_in_capture(f"{call.name}()")
             self._is_set_up = True
-        _OPERATIONS[call.name](self._context, call, config.all_reduce_variant)
+        _OPERATIONS[call.name](self._context, call, config)

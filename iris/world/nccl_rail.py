@@ -151,8 +151,8 @@ class NcclRail(Rail):
             for host in range(hosts):
                 here = host == self._place
                 self.broadcast(mine, host, "a first transfer")()
-                self.gather(arrived if here else None, mine, host, "a first transfer")
-                self.scatter(mine, everyone if here else None, host, "a first transfer")
+                self.gather(arrived if here else None, mine, host, "a first transfer")()
+                self.scatter(mine, everyone if here else None, host, "a first transfer")()
             if len(self._ranks) == self._group.size:  # else it never adds
                 self.all_reduce(mine, "SUM", "a first sum")
                 self.reduce_scatter(mine, everyone, "SUM", "a first sum")

@@ -160,6 +160,20 @@ class Rail(ABC):
         move = "all_to_all_v", splits
         return self._transfer(start, nbytes, what, move=move, sent=[sent], received=[received])
 
+    def shift(self, output: torch.Tensor, input: torch.Tensor, distance: int, what: str) -> Callable[[], None]:
+        """Begin to send ``input`` to the host ``distance`` behind this one, and to receive that of the one before it.
+
+        Both are contiguous and of one size; hosts are in a ring, and ``distance`` is from 1 to H - 1. What it returns,
+        and ``what``, are as for `all_gather`.
+        """
+        received, sent, size = as_bytes(output), as_bytes(input), len(self._ranks)
+        to, source = (self._place + distance) % size, (self._place - distance) % size
+        comes, goes = ([input.nbytes * (host == peer) for host in range(size)] for peer in (source, to))
+        start = functools.partial(self._engine.alltoall_base, received, sent, comes, goes)
+        move = "shift", input.nbytes
+        given = {"source": source, "receivers": size, "to": to}
+        return self._transfer(start, input.nbytes, what, move=move, sent=[sent], received=[received], **given)
+
     def broadcast(self, tensor: torch.Tensor, host: int, what: str) -> Callable[[], None]:
         """Begin to copy ``tensor``, contiguous, of the rank on ``host`` into that of every other. As `all_gather`."""
         options = dist.BroadcastOptions()
@@ -170,10 +184,10 @@ class Rail(ABC):
         move = "broadcast", tensor.nbytes
         return self._transfer(start, tensor.nbytes, what, move=move, sent=sent, received=received, source=host)
 
-    def gather(self, output: torch.Tensor | None, input: torch.Tensor, host: int, what: str) -> None:
-        """Gather every host's ``input`` into ``output`` of the rank on ``host``, ``(n,)`` → ``(H, n)``.
+    def gather(self, output: torch.Tensor | None, input: torch.Tensor, host: int, what: str) -> Callable[[], None]:
+        """Begin to gather every host's ``input`` into ``output`` of the rank on ``host``, ``(n,)`` → ``(H, n)``.
 
-        ``output`` is None elsewhere.
+        ``output`` is None elsewhere. What it returns, and ``what``, are as for `all_gather`.
         """
         options = dist.GatherOptions()
         options.rootRank = host
@@ -181,12 +195,12 @@ class Rail(ABC):
         parts = [list(each.chunk(len(self._ranks))) for each in received]
         start = functools.partial(self._engine.gather, parts, sent, options)
         move = "gather", input.nbytes
-        self._transfer(start, input.nbytes, what, move=move, sent=sent, received=received, receivers=1, to=host)()
+        return self._transfer(start, input.nbytes, what, move=move, sent=sent, received=received, receivers=1, to=host)
 
-    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, host: int, what: str) -> None:
-        """Send row h of ``input`` of the rank on ``host`` to ``output`` of host h, ``(H, n)`` → ``(n,)``.
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, host: int, what: str) -> Callable[[], None]:
+        """Begin to send row h of ``input`` of the rank on ``host`` to ``output`` of host h, ``(H, n)`` → ``(n,)``.
 
-        ``input`` is None elsewhere.
+        ``input`` is None elsewhere. What it returns, and ``what``, are as for `all_gather`.
         """
         options = dist.ScatterOptions()
         options.rootRank = host
@@ -194,7 +208,7 @@ class Rail(ABC):
         parts = [list(each.chunk(len(self._ranks))) for each in sent]
         start = functools.partial(self._engine.scatter, received, parts, options)
         move = "scatter", output.nbytes
-        self._transfer(start, output.nbytes, what, move=move, sent=sent, received=received, source=host)()
+        return self._transfer(start, output.nbytes, what, move=move, sent=sent, received=received, source=host)
 
     # The engine's own sums, which `iris.ccl.vendor` asks a rail of all ranks for. ``op``: a name in torch's ReduceOp.
 
@@ -266,7 +280,7 @@ class Rail(ABC):
 
         ``move``: the method, and the bytes from one rank to another, or those that come from, and go to, each host.
         ``sent``, ``received``: the tensors that this rank reads and writes. ``source``, ``to``: the host whose data
-        come, and the one to which they go, if not all.
+        come, and the one to which they go, if not all. Both, where each rank sends to one and receives from one.
         ``receivers``: the hosts that get any, if not all, or all but the source.
         """
         everyone, noted = tuple(self._in_world(rank) for rank in self._ranks), _nothing
@@ -288,7 +302,7 @@ class Rail(ABC):
             if recorder is not None and source is None:
                 recorder.received(key, everyone if received else (), receivers or len(everyone), received)
             elif recorder is not None and source is not None and source != self._place:
-                recorder.received(key, (everyone[source],), len(everyone) - 1, received)
+                recorder.received(key, (everyone[source],), receivers or len(everyone) - 1, received)
 
         return note
 
@@ -304,8 +318,11 @@ class Rail(ABC):
         this, size = self._place, len(self._ranks)
         comes, goes = ([nbytes] * size,) * 2 if isinstance(nbytes, int) else nbytes
         others = [host for host in range(size) if host != this]
-        targets = [host for host in others if source in (None, this) and to in (None, host)]
-        sources = [host for host in others if source in (None, host) and to in (None, this)]
+        if source is not None and to is not None:
+            targets, sources = [to], [source]
+        else:
+            targets = [host for host in others if source in (None, this) and to in (None, host)]
+            sources = [host for host in others if source in (None, host) and to in (None, this)]
         return Transfer(
             kind,
             what,

@@ -2,19 +2,32 @@
 
 import contextlib
 import itertools
+import time
 from unittest import mock
 
 import pytest
 import torch
-from rank_pool import HOSTS, Hosts
+import torch.distributed as dist
+from rank_pool import HOSTS, Hosts, needs_gloo
 
+import iris
 from ccl.calls import LAYOUTS, PLACES, Case, sample
 from ccl.test_fp32_partials import add_up
 from ccl.test_over_hosts import combine, move, premultiply
 from ccl.test_results import SUMMED, meaningful
-from iris.ccl import ReduceOp, chunks
-from iris.ccl.chunks import chunks_of_exchange, chunks_of_part, chunks_of_whole, cut, one_ahead, programs_beside_rails
+from iris.ccl import ReduceOp, chunks, rooted_over_hosts
+from iris.ccl.chunks import (
+    MOST_ROOM,
+    chunks_of_exchange,
+    chunks_of_part,
+    chunks_of_rooted,
+    chunks_of_whole,
+    cut,
+    one_ahead,
+    programs_beside_rails,
+)
 from iris.ccl.cluster import Cluster, HostFigures
+from iris.errors import GroupAbortedError
 
 SHAPES = [(1,), (16,), (1021,), (7, 129), (40, 256)]
 DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.int32, torch.float64, torch.complex128]
@@ -72,28 +85,91 @@ def test_what_is_exchanged_is_the_same(ranks, number):
     ranks.run(move_in_chunks, cases, number, expected)
 
 
-def broadcast_in_chunks(ctx, hosts, cases, number):
+def move_on_the_rail_of_roots(ctx, hosts, cases, number):
     """Only the rail of each root takes part between hosts."""
+    with in_chunks(ctx, number) as transfers:
+        move(ctx, cases)
+    calls = [(case.collective, case.shape, case.dtype, case.root) for case in cases]
+    assert transfers == transfers_of_roots(ctx, hosts, calls, number)
+
+
+def transfers_of_roots(ctx, hosts, calls, number):
+    """Of this rank's rail, in calls ``(name, shape, dtype, root)``."""
 
     def place(rank):
         return hosts.ranks_of(hosts.host_of(rank)).index(rank)
 
-    with in_chunks(ctx, number) as transfers:
-        move(ctx, cases)
-    sizes = [torch.Size(case.shape).numel() * case.dtype.itemsize for case in cases]
-    of_rail = [n for n, case in zip(sizes, cases, strict=True) if place(case.root) == place(ctx.cur_rank)]
-    assert transfers == ["broadcast"] * sum(len(cut(nbytes, number)) for nbytes in of_rail)
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype, _ in calls]
+    names = [
+        [name] * len(cut(nbytes, number))
+        for nbytes, (name, _, _, root) in zip(sizes, calls, strict=True)
+        if place(root) == place(ctx.cur_rank)
+    ]
+    return list(itertools.chain(*names))
 
 
 @pytest.mark.ranks(*HOSTS)
 @pytest.mark.parametrize("number", [2, 3, 8])
-def test_what_is_broadcast_is_the_same(ranks, number):
-    chosen = sample(10, f"broadcast {number}", SHAPES, DTYPES, PLACES, LAYOUTS)
+@pytest.mark.parametrize("collective", ["broadcast", "gather", "scatter"])
+def test_what_has_a_root_is_the_same(ranks, collective, number):
+    chosen = sample(10, f"{collective} {number}", SHAPES, DTYPES, PLACES, PLACES, LAYOUTS)
     cases = [
-        Case("broadcast", shape, dtype, output_place=place, layout=layout, root=turn % ranks.num_ranks)
-        for turn, (shape, dtype, place, layout) in enumerate(chosen)
+        Case(
+            collective, shape, dtype, input_place=source, output_place=place, layout=layout, root=turn % ranks.num_ranks
+        )
+        for turn, (shape, dtype, source, place, layout) in enumerate(chosen)
     ]
-    ranks.run(broadcast_in_chunks, ranks.hosts, cases, number)
+    ranks.run(move_on_the_rail_of_roots, ranks.hosts, cases, number)
+
+
+def lack_room(ctx, name):
+    """The root alone has no memory left: it gets torch's error, and the others one that tells of it."""
+
+    def refuse(*_):
+        raise torch.OutOfMemoryError("Tried to allocate 64.00 MiB.")
+
+    with iris.iris(1 << 20) as other:
+        x, start, here = torch.ones(4), time.monotonic(), ctx.cur_rank == ctx.num_ranks - 1
+        error, text = (torch.OutOfMemoryError, "64.00 MiB") if here else (GroupAbortedError, "OutOfMemoryError: Tried")
+        with mock.patch.object(rooted_over_hosts, "two_buffers", refuse) if here else contextlib.nullcontext():
+            with pytest.raises(error, match=text):
+                ROOTED[name](other.ccl, x, x, ctx.num_ranks - 1)
+                other.barrier()
+        assert time.monotonic() - start < 10
+
+
+ROOTED = {
+    "gather": lambda ccl, x, mine, root: ccl.gather(x.new_empty(len(x) * dist.get_world_size()), mine, root),
+    "scatter": lambda ccl, x, mine, root: ccl.scatter(mine, x.new_ones(len(x) * dist.get_world_size()), root),
+    "reduce": lambda ccl, x, mine, root: ccl.reduce(x.clone(), mine, root),
+}
+
+
+@needs_gloo
+@pytest.mark.ranks(Hosts(2, 2), Hosts(3, 2))
+@pytest.mark.parametrize("name", ROOTED)
+def test_nobody_waits_for_a_root_without_room(ranks, name):
+    ranks.run(lack_room, name)
+
+
+def reduce_in_chunks(ctx, hosts, cases, number):
+    """As `combine` has them: each rank is a root by turns."""
+    with in_chunks(ctx, number) as transfers:
+        combine(ctx, hosts, cases)
+    calls = [("gather", shape, dtype, call % ctx.num_ranks) for call, (_, shape, dtype, *_) in enumerate(cases)]
+    assert transfers == transfers_of_roots(ctx, hosts, calls, number)
+
+
+@pytest.mark.ranks(*HOSTS)
+@pytest.mark.parametrize("number", [2, 3, 8])
+def test_sums_at_a_root_have_the_same_bits(ranks, number):
+    layouts = ["plain", "stepped", "in place"]
+    cases = [
+        ("reduce", shape, dtype, op, layout)
+        for shape, dtype, op, layout in sample(12, f"reduce {number}", SHAPES, SUMMED, ReduceOp, layouts)
+        if meaningful(dtype, op)
+    ]
+    ranks.run(reduce_in_chunks, ranks.hosts, cases, number)
 
 
 def sum_in_chunks(ctx, calls, hosts, cases, number, expected):
@@ -177,6 +253,19 @@ def test_as_many_chunks_as_pay(hosts, ranks_each, network, mebibytes, of_parts, 
     assert len(chunks_of_exchange(*here, 1, nbytes // ranks_each)) == of_exchange
     assert len(chunks_of_exchange(*here, 512, nbytes // ranks_each // 512)) == of_exchange
     assert len(chunks_of_whole(*here, nbytes)) == of_whole
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "of_gather", "of_reduce"),
+    # Of 4 hosts of 8 the root has 32 parts to receive in a gather, and 4 in a reduce: 64 MiB of them at a time.
+    [(0.25, 1, 1), (2, 1, 1), (16, 8, 2), (256, 128, 16)],
+)
+def test_a_root_has_room_for_two_chunks_however_large_the_whole_is(mebibytes, of_gather, of_reduce):
+    here, nbytes = known(4, 8), int(mebibytes * (1 << 20))
+    gather, reduce = chunks_of_rooted(*here, nbytes, 32), chunks_of_rooted(*here, nbytes, 4, reduces=True)
+    assert (len(gather), len(reduce)) == (of_gather, of_reduce)
+    for pieces, rows in ((gather, 32), (reduce, 4)):
+        assert all(rows * (piece.stop - piece.start) <= MOST_ROOM for piece in pieces)
 
 
 @pytest.mark.parametrize("nbytes", [16, 4096, 8 << 20, (32 << 20) + 2, 1 << 30])

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 from ops.products import OPERATIONS
-from ops.test_over_hosts import multiply
-from rank_pool import Hosts, needs_gloo
+from ops.test_over_hosts import gather_columns, multiply, normalise
+from rank_pool import HOSTS, needs_gloo
 
 import iris
 from ccl.calls import Case
@@ -60,16 +60,18 @@ def multiply_in_rounds(ctx, seed):
             for config in ("chosen", "fused", "copies"):
                 case = (5, 7, 9), torch.float32, config, "rows", "rows", "rows", False, False, False
                 multiply(ctx, operation, [case])
+        gather_columns(ctx)
+        normalise(ctx)
 
 
-@pytest.mark.ranks(Hosts(2, 2), Hosts(3, 2), Hosts(4, 1))
+@pytest.mark.ranks(*HOSTS)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("number", [1, 4])
 def test_collectives(ranks, seed, number):
     ranks.run(call_in_rounds, ranks.hosts, seed, number)
 
 
-@pytest.mark.ranks(Hosts(2, 2, dealt=True), Hosts(2, 3))
+@pytest.mark.ranks(*HOSTS)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_operations(ranks, seed):
     ranks.run(multiply_in_rounds, seed)

@@ -15,7 +15,7 @@ import iris
 from ccl.calls import LAYOUTS, Arena, Case, data, perform, sample
 from ccl.test_over_hosts import HOSTS
 from iris.ccl import Config, ReduceOp, select_over_hosts
-from iris.ccl.cluster import Cluster, HostFigures
+from iris.ccl.cluster import Cluster, HostFigures, ProductFigures
 from iris.ccl.predict_over_hosts import LINK_GBPS, steps
 from iris.ccl.select import Choice
 from iris.ccl.select_over_hosts import HostChoice
@@ -156,7 +156,9 @@ HOST = HostFigures(290.0, 290.0, LINK_GBPS, 4917.0, 12.0, 46.0)
 
 
 def choice(hosts, ranks_each, network=50.0, table=None, asked="", simulated=False):
-    return HostChoice(Cluster(hosts, ranks_each, network), HOST, asked, simulated, table or {})
+    return HostChoice(
+        Cluster(hosts, ranks_each, network), HOST, asked, simulated, table or {}, ProductFigures({}, {}, 0)
+    )
 
 
 def test_the_choice_follows_the_arithmetic():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from iris.bench import operations, ops_command, plots
+from iris.errors import InvalidValueError
 
 
 def measured(ctx):
@@ -116,6 +117,16 @@ def test_what_cannot_be_measured_is_refused(names, libraries, shapes, words, mon
     monkeypatch.setattr(ops_command.ranks, "measure", lambda *args: pytest.fail("measures"))
     with pytest.raises(click.UsageError, match=words):
         ops_command.run(names, libraries, "bfloat16", tuple(shapes), False, None, None, 2)
+
+
+def ask_for_rails(ctx):
+    with pytest.raises(InvalidValueError, match="'iris in turn' is for ranks on several hosts, and these are on one"):
+        ops_command.run_on_rank(["all_gather_matmul"], ("iris in turn",), "float32", [(2, 2, 2)], {}, None, None)
+
+
+@pytest.mark.ranks(1)
+def test_what_has_no_meaning_on_one_host_is_refused(ranks):
+    ranks.run(ask_for_rails)
 
 
 def test_usual_shapes_are_left_out_where_ranks_cannot_share_them(monkeypatch):

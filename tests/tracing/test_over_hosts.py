@@ -16,6 +16,7 @@ from rank_pool import FEWER_HOSTS, Hosts
 
 import iris
 from iris import TraceEvent, simulator
+from iris.ops import FusedConfig
 from iris.tracing import picture, summary
 from tracing.test_command import check_format
 
@@ -138,6 +139,30 @@ def test_parts_of_unequal_size_are_shown_with_the_bytes_of_each(ranks, tmp_path)
         for rank in range(ranks.num_ranks) if simulator.ACTIVE else ():
             parts = [f"{nbytes} B to {target}" for (source, target), nbytes in expected.items() if source == rank]
             assert f"rank {rank} on host{hosts.host_of(rank)}, rail: {', '.join(parts)} " in text
+
+
+def trace_a_product(ctx, folder):
+    size = ctx.num_ranks
+    out, a, b = (torch.ones(shape, device=ctx.device) for shape in ((size, 3), (1, 2), (2, 3)))
+    ctx.tracing.enable()
+    ctx.ops.all_gather_matmul(out, a, b, config=FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16))
+    path = ctx.tracing.export(f"{folder}/trace.json", merge=True)
+    return json.loads(path.read_text()), ctx.tracing.timeline()
+
+
+@pytest.mark.ranks(*FEWER_HOSTS)
+def test_a_product_is_traced_with_what_goes_to_and_comes_from_one_host_after_the_other(ranks, tmp_path):
+    hosts = ranks.hosts
+    for trace, timeline in ranks.run(trace_a_product, str(tmp_path)):
+        assert check_causes(timeline) == (hosts.hosts - 1) * hosts.num_ranks
+        for rank in range(hosts.num_ranks):
+            own = hosts.host_of(rank)
+            local = hosts.ranks_of(own).index(rank)
+            rail = [hosts.ranks_of(host)[local] for host in range(hosts.hosts)]
+            assert transfers_in(trace, rank) == [
+                ("shift", 8, [rail[(own + step) % len(rail)]], [rail[(own - step) % len(rail)]])
+                for step in range(1, len(rail))
+            ]
 
 
 def names_of(trace):
