@@ -15,6 +15,7 @@ import numpy as np
 import triton.language as tl
 
 from iris import observer
+from iris.compat.libtriton import load
 from iris.simulator.asynchronous import Groups, InFlight
 from iris.simulator.partitions import Partitions
 
@@ -55,6 +56,14 @@ class Poll:
     element: tl.dtype
     expected: np.ndarray | None
     waits_for: str | None
+
+    def unchanged(self) -> bool:
+        """Whether memory still holds what the program saw. Of what is not there word by word: yes."""
+        pointers, values = self.pointers.reshape(-1), self.values.reshape(-1)
+        if pointers.size != values.size:
+            return True
+        everywhere = np.ones(pointers.size, dtype=bool)
+        return bool(load(pointers, everywhere, np.zeros_like(values), values.dtype).tobytes() == values.tobytes())
 
 
 class Launch(Protocol):
@@ -102,12 +111,17 @@ class Task:
     condition: Condition | None = None
     poll: Poll | None = None
     repeated: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """What it has looked at since it saw anything new, and how often."""
+    """What it has looked at since it saw anything new, and how often; ``polls``: what it saw there."""
+    polls: dict[tuple[str, int], Poll] = field(default_factory=dict)
     looks: Counter[int] = field(default_factory=Counter)
     """What it has loaded with its values, and how often, as plain loads."""
     stores: bool = False
     """Whether it has stored anything since such a load was last taken for a poll."""
     in_flight: InFlight = field(default_factory=InFlight)
+
+    def sees_the_same(self) -> bool:
+        """Whether it polls, and would find what it has found since it saw anything new."""
+        return bool(self.polls) and all(poll.unchanged() for poll in self.polls.values())
 
     @property
     def program(self) -> "Task":
@@ -167,10 +181,11 @@ def observe(
             task.seen.clear()
         task.seen[key] = now
         task.repeated.clear()
+        task.polls.clear()
         task.launch.progress()
         task.launch.take_turns_by_chance(task)
         return
-    task.poll = Poll(operation, pointers, values, element, expected, waits_for)
+    task.poll = task.polls[key] = Poll(operation, pointers, values, element, expected, waits_for)
     task.repeated[key] += 1
     task.launch.let_others_run(task)
 
@@ -192,6 +207,7 @@ def looked(pointers: np.ndarray, values: np.ndarray, element: tl.dtype) -> None:
     elif task.looks[key] % LOOKS_OF_A_POLL == 0:
         task.launch.leave_if_failed()
         task.poll = Poll("plain loads", pointers, values, element, None, None)
+        task.polls.clear()  # which of its loads it waits for is not known
         stores, task.stores = task.stores, False
         task.launch.let_others_run(task, 0.0 if stores else LONGEST_LOOKS_S)
 
