@@ -33,9 +33,9 @@ LONGEST_POLL_S = 5e-3
 # And one sleep between two rounds: a process that was stopped meanwhile (SIGSTOP, Ctrl-Z) has not waited for so long.
 LONGEST_REST_S = 0.1
 
-# For so long programs need not poll again while what they have looked at stays: a loop may also look at a clock, or
-# count its rounds.
-LONGEST_UNCHANGED_S = 5e-3
+# While what programs have looked at stays, none of them polls for so long, or for so many times as long as a round of
+# their polls takes. Then they do: a loop may also look at a clock, or count its rounds.
+LONGEST_UNCHANGED_S, LONGEST_UNCHANGED_ROUNDS = 5e-3, 8
 
 limit_s: float = 30.0
 """How long a launch may wait without any change; 0 for ever. IRIS_WAIT_TIMEOUT_S replaces it at activation."""
@@ -302,9 +302,12 @@ class Launch:
     def _rest(self, task: Task) -> None:
         """Everyone polls in vain: let other launches and processes run until what someone looks at has changed."""
         start = time.monotonic()
-        self._waited += min(start - self._polled_at, self._polling_s)
+        polled_s = start - self._polled_at
+        again_at = start + max(LONGEST_UNCHANGED_S, LONGEST_UNCHANGED_ROUNDS * polled_s)
+        self._waited += min(polled_s, self._polling_s)
         self._polls, self._polling_s = 0, 0.0
         live = [each for each in self.live if not each.joining]
+        sees_the_same = tasks.looks_of(live)
         while True:
             self._leave_if_in_vain(live)
             self._sleep_without_baton(task)
@@ -312,8 +315,8 @@ class Launch:
             if (
                 observer.recorder is not None
                 or self._error is not None
-                or time.monotonic() - start > LONGEST_UNCHANGED_S
-                or not all(each.sees_the_same() for each in live)
+                or time.monotonic() >= again_at
+                or not sees_the_same()
             ):
                 break
         self._polled_at = time.monotonic()
