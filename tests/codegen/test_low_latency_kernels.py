@@ -4,10 +4,11 @@ import itertools
 import re
 
 import pytest
+from covering import EVERYTHING
 
 from codegen import test_every_kernel as every
 from codegen.expert_arguments import few, forms
-from codegen.offline import by_turns, compile_for
+from codegen.offline import by_turns, compile_for, one_of_each
 from codegen.test_expert_kernels import FORMS, WEIGHTS, wide
 from iris.ccl.kernel_launch import leaving_room
 from iris.experts.low_latency.combine import combine
@@ -46,10 +47,12 @@ def cases(target):
             yield f"combine {name}, {tokens} tokens", combine, weighted(name, target, tokens), options(target, tokens)
 
 
-CASES = [(target, number) for target in TARGETS for number, _ in enumerate(cases(target))]
+# Each form and each way of weights with the other number of tokens by turns; with both in `make test-all`.
+KINDS = len(FORMS) + len(WEIGHTS)
+NUMBERS = range(2 * KINDS) if EVERYTHING else [kind + KINDS * (kind // 2 % 2) for kind in range(KINDS)]
 
 
-@pytest.mark.parametrize(("target", "number"), by_turns(CASES))
+@pytest.mark.parametrize(("target", "number"), one_of_each(TARGETS, NUMBERS))
 def test_messages_need_no_fence(target, number):
     name, kernel, arguments, given = next(itertools.islice(cases(target), number, None))
     text = compile_for(target, kernel, *arguments, **given).text
@@ -62,7 +65,8 @@ def test_messages_need_no_fence(target, number):
     assert wide(code, "store", target) and (wide(code, "load", target) or "given by" in name)
 
 
-@pytest.mark.parametrize("number", by_turns(range(2 * (len(FORMS) + len(WEIGHTS)))))
+# The assembler takes seconds for each: in `make test` one by each Triton, for dispatch and for combine.
+@pytest.mark.parametrize("number", by_turns(NUMBERS if EVERYTHING else [NUMBERS[0], NUMBERS[-1]]))
 def test_nothing_is_spilled(number):
     _, kernel, arguments, given = next(itertools.islice(cases("sm_90"), number, None))
     instructions = compile_for("sm_90", kernel, *arguments, **given).instructions()
