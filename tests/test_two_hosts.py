@@ -68,6 +68,7 @@ def test_quick_starts_collectives_and_operations(network, tmp_path):
         assert ("host 0 of 2, ranks (0, 1): [1, 2, 0, 0], in all [2, 4, 6, 8]" in text) == (host == 0)
 
 
+@pytest.mark.thorough  # the same trains over hosts in `test_process_group_over_hosts`
 def test_data_parallel_and_fully_sharded_training(network):
     start(network, PROGRAMS / "train_on_a_mesh.py")
     for text in printed(network, 0):
