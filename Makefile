@@ -19,7 +19,7 @@ ON_HOSTS = $(call TORCHRUN,$(or $(RANKS_OF_HOSTS),$(error HOSTS=$(HOSTS) is no n
 unexport PYTHONDONTWRITEBYTECODE
 
 # Of the tests, of which three run at a time, the longest first: ranks that wait leave two cores time for more than two.
-PARTS := test-operations test-simulator test-over-hosts test-compiled test-oldest test-sanitized
+PARTS := test-operations test-simulator test-compiled test-over-hosts test-oldest test-sanitized
 OPERATIONS := language ops sanitizer tracing test_docs.py
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.

@@ -311,10 +311,12 @@ class Launch:
         while True:
             self._leave_if_in_vain(live)
             self._sleep_without_baton(task)
-            # To look costs less than a poll of each program does. The sanitizer counts these polls, and notes them.
+            # To look costs less than a poll of each program does. But one that has just done something may be at work,
+            # and look at a flag in passing. And the sanitizer counts polls, and notes them.
             if (
                 observer.recorder is not None
                 or self._error is not None
+                or self._sleep < LONGEST_SLEEP_S
                 or time.monotonic() >= again_at
                 or not sees_the_same()
             ):

@@ -130,7 +130,7 @@ class Task:
 def looks_of(polling: Iterable[Task]) -> Callable[[], bool]:
     """Whether each of them polls, and memory still holds all that it has found since it saw anything new.
 
-    A function that says so for one moment, at less cost than a poll. What lies nowhere word by word counts as unchanged.
+    A function that says so for one moment, at less cost than a poll. What lies nowhere word by word has not changed.
     """
     found: dict[np.dtype, list[Poll]] = defaultdict(list)
     for task in polling:
