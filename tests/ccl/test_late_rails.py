@@ -70,7 +70,7 @@ def test_collectives(ranks, seed, number):
     ranks.run(call_in_rounds, ranks.hosts, seed, number)
 
 
-@pytest.mark.ranks(Hosts(2, 2, dealt=True), Hosts(2, 3))
+@pytest.mark.ranks(Hosts(2, 2, dealt=True), *([Hosts(2, 3)] if EVERYTHING else []))
 @pytest.mark.parametrize("seed", [1, 2])
 def test_operations(ranks, seed):
     ranks.run(multiply_in_rounds, seed)

@@ -108,7 +108,7 @@ def results(ctx, routing, dtype, activation, weighted):
     done_with(ctx, ep)
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(*((1, 2, 3) if EVERYTHING else (1, 3)))
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize(("activation", "weighted"), [("silu_and_mul", True), (None, False)])
@@ -137,7 +137,7 @@ def narrow_results(ctx, routing, scales, given):
     done_with(ctx, ep)
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(*((1, 2, 3) if EVERYTHING else (2,)))
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("scales", ["experts", "columns", "blocks"])
 @pytest.mark.parametrize("given", ["rounded on the way", "by blocks", "by rows"])
