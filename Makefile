@@ -19,7 +19,7 @@ ON_HOSTS = $(call TORCHRUN,$(or $(RANKS_OF_HOSTS),$(error HOSTS=$(HOSTS) is no n
 unexport PYTHONDONTWRITEBYTECODE
 
 # Of the tests, of which three run at a time, the longest first: ranks that wait leave two cores time for more than two.
-PARTS := test-operations test-simulator test-over-hosts test-compiled test-oldest test-sanitized
+PARTS := test-operations test-simulator test-compiled test-over-hosts test-oldest test-sanitized
 OPERATIONS := language ops sanitizer tracing test_docs.py
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
@@ -29,7 +29,7 @@ ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl experts heap tracing $(
 
 # What the oldest Triton compiles, for the GPUs that were run, and runs: in `make test-all` for all, and by torchrun too.
 # For NVIDIA's the sample leaves what is made of the same device functions to the newest.
-OLDEST_LEAVES := $(addprefix --ignore tests/codegen/test_,$(addsuffix .py,clusters example_kernels fused_dtypes tiles))
+OLDEST_LEAVES := $(addprefix --ignore tests/codegen/test_,$(addsuffix .py,clusters example_kernels fused_dtypes host_guards tiles))
 OLDEST_TARGETS := $(if $(IRIS_TEST_ALL),,-k "not gfx" $(OLDEST_LEAVES))
 OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
 

@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import sys
@@ -20,6 +21,11 @@ def pytest_sessionstart():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if UNDER_TORCHRUN:
         Torchrun.join()
+
+
+def pytest_collection_finish():
+    # Collections, of which some tests and pytest at its end ask for several, need not go through torch's modules.
+    gc.freeze()
 
 
 def import_path(*folders):

@@ -6,13 +6,15 @@ directory, open files, exit status and signals are its own, but its parent is th
 `python` is ``sys.executable``.
 
 Three processes take part: the template, which has the imports, and forks; its copy, which is the program; and the
-command, a small process that hands its own files to the copy, passes on signals, and ends as the copy does.
+command, a small process that hands its own files to the copy, passes on signals, and ends as the copy does. Of programs
+that begin with ``import iris`` in one environment there is a template that has imported it, too.
 """
 
 import atexit
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -117,6 +119,7 @@ def serve(listener):
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     selector.register(0, selectors.EVENT_READ)
+    with_iris, has_iris = {}, False
     while True:
         for key, _ in selector.select():
             if selector.get_map().get(key.fd) is not key:
@@ -124,16 +127,26 @@ def serve(listener):
             if key.fileobj == 0:
                 os._exit(0)
             elif key.fileobj is listener:
-                connection, _ = listener.accept()
-                files, request = receive(connection)
+                connection, files, request = accept(listener, has_iris)
+                settings = None if has_iris or not request else settings_of_iris(**json.loads(request))
+                if settings is not None:
+                    if settings not in with_iris:
+                        its, with_iris[settings] = socket.socketpair()
+                        if os.fork() == 0:
+                            close_all(selector, connection, *files, *with_iris.values())
+                            selector, listener, has_iris = selectors.DefaultSelector(), its, True
+                            selector.register(its, selectors.EVENT_READ)
+                            import_iris(**json.loads(request))
+                            gc.freeze()
+                            break
+                        its.close()
+                    pass_on(with_iris[settings], connection, files, request)
+                    continue
                 program = os.fork() if request else None
                 if program == 0:
                     request = json.loads(request)
                     # Before others have their numbers, which they would close at their own end.
-                    for each in [connection, *(key.fileobj for key in selector.get_map().values())]:
-                        if not isinstance(each, int):
-                            each.close()
-                    selector.close()
+                    close_all(selector, connection, *with_iris.values())
                     open_as(files, request.pop("files"))
                     return request
                 for file in files:
@@ -157,6 +170,77 @@ def serve(listener):
                 connection.close()
 
 
+def accept(listener, has_iris):
+    """The connection to a command, its files and its request: of the command, or from the template without iris."""
+    if not has_iris:
+        connection, _ = listener.accept()
+        return connection, *receive(connection)
+    files, request = receive(listener)
+    if not request:
+        os._exit(0)  # the template has ended
+    return socket.socket(fileno=files[0]), files[1:], request
+
+
+def pass_on(template, connection, files, request):
+    """To another template, which does what is left to do."""
+    socket.send_fds(template, [len(request).to_bytes(8, "little")], [connection.fileno(), *files])
+    template.sendall(request)
+    connection.close()
+    for file in files:
+        os.close(file)
+
+
+PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# What iris and Triton read when they are imported, and torch.
+READ_AT_IMPORT = ("IRIS_", "TRITON_", "TORCH_", "PYTORCH_", "CUDA_", "HIP_", "ROCR_", "PYTHON")
+IMPORTS_IRIS = re.compile(r"^(import|from) iris\b", re.MULTILINE)
+
+
+def settings_of_iris(arguments, environment, folder, **_):
+    """What the import of iris depends on, if this program begins with it, and it does nothing but define things."""
+    settings = {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
+    paths = settings.get("PYTHONPATH", "").split(os.pathsep)
+    if any(os.path.commonpath([PROJECT, os.path.abspath(path)]) != PROJECT for path in paths):
+        return None  # it may be another iris
+    if any("IRIS_SANITIZE" in name or name.startswith("IRIS_") and os.sep in settings[name] for name in settings):
+        return None  # which notes what the process does; folders are other ones each time
+    first, *rest = [each for each in arguments if each not in ("-u", "-B")] or [""]
+    if first == "-m":
+        begins = rest[:1] == ["iris"]
+    elif first == "-c":
+        begins = rest[0].startswith("from multiprocessing.spawn ") or "main(" in rest[0] and "['iris']" in rest[0]
+    else:
+        try:
+            with open(os.path.join(folder, first)) as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError):
+            return None
+        found = IMPORTS_IRIS.search(text)
+        # Before a kernel is defined, and before the program changes its environment.
+        begins = found and not re.search(r"\bjit\b|environ|sys\.", text[: found.start()])
+    return tuple(sorted(settings.items())) if begins else None
+
+
+def import_iris(environment, **_):
+    """As the program would. What cannot be imported, it will try itself, and says why."""
+    import multiprocessing
+
+    os.environ.clear()
+    os.environ.update(environment)
+    paths = environment["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = [sys.path[0], *filter(None, paths), *(path for path in sys.path[1:] if path not in paths)]
+    # What iris says at its import, once, each copy says that is the first process of its program.
+    process = multiprocessing.current_process()
+    process.name, name = "template", process.name
+    before = set(sys.modules)
+    try:
+        import iris  # noqa: F401
+    except BaseException:
+        for module in set(sys.modules) - before:
+            del sys.modules[module]
+    process.name = name
+
+
 def receive(connection):
     """The command's files and its request, which is empty if it was killed before it had said all."""
     files, text = [], b""
@@ -176,6 +260,16 @@ def receive(connection):
 def answer(connection, number):
     with contextlib.suppress(OSError):  # the command has been killed
         connection.sendall(f"{number}\n".encode())
+
+
+def close_all(selector, *others):
+    """A template's files, but standard input, in a copy."""
+    for each in [*others, *(key.fileobj for key in selector.get_map().values())]:
+        if not isinstance(each, int):
+            each.close()
+        elif each > 0:
+            os.close(each)
+    selector.close()
 
 
 def open_as(files, numbers):
@@ -217,6 +311,8 @@ def become(arguments, environment, folder):
         if arguments.pop(0) == "-u":
             sys.stdout.reconfigure(write_through=True)
     first, *rest = arguments
+    if "iris.mode" in sys.modules and first != "-c":
+        sys.modules["iris.mode"]._decide()
     begins = {"-c": "", "-": "", "-m": os.getcwd()}.get(first, os.path.dirname(os.path.realpath(first)))
     sys.path[:] = [begins, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *installed]
     multiprocessing.set_executable(sys.executable)

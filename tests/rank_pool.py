@@ -15,6 +15,7 @@ import sys
 import tempfile
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from typing import NamedTuple
 # wait for each other, and a small product takes many times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import modules_of_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,8 +64,8 @@ class Hosts(NamedTuple):
 # each, and hosts of one rank.
 HOSTS = (Hosts(2, 2, dealt=True), Hosts(3, 2), Hosts(4, 1))
 HOSTS += (Hosts(2, 2), Hosts(2, 3), Hosts(2, 4)) if EVERYTHING else ()
-# For tests of what is the same code on any of these, but for the order of ranks and which of two numbers is which.
-FEWER_HOSTS = HOSTS if EVERYTHING else HOSTS[:2]
+# For tests of what is the same code on any of these, but for the order of ranks.
+FEWER_HOSTS = HOSTS if EVERYTHING else HOSTS[:1]
 
 # Of tests in which hosts do not make the same calls: by NCCL they compare none, and wait until it ends the process.
 needs_gloo = pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL would end the process")
@@ -176,7 +178,9 @@ class RankPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         # What each rank would else import for itself; the second is for torch.testing, the third for modules of tests.
-        context.set_forkserver_preload(["iris", "torch.distributed.tensor", "pytest"])
+        context.set_forkserver_preload(["iris", "torch.distributed.tensor", "pytest", "tests.modules_of_ranks"])
+        with modules_of_ranks.handed_over():
+            forkserver.ensure_running()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.num_ranks):
             pipe, child = context.Pipe()

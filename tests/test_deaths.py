@@ -243,8 +243,8 @@ def test_a_rank_that_comes_late_is_not_dead():
 
 
 def end_unknown(how):
-    """The processes are new ones: what torchrun says to them is in their environments, as the system lists these."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    """What torchrun says to the ranks is in their environments, as the system lists these; copies show theirs there."""
+    command = [*python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command += [TESTS / "programs" / "end_unknown.py", how]
     environment = {**os.environ, "PYTHONPATH": import_path(TESTS), "IRIS_SIMULATOR": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=OVER_S)

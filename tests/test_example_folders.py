@@ -41,7 +41,7 @@ def run_example(ctx, folder, sizes, dtype):
         example.main(ctx, Workload(*sizes, dtype, validate=True, rounds=6 if EVERYTHING else 2))
 
 
-@pytest.mark.ranks(1, 2, 3) if EVERYTHING else pytest.mark.ranks(3)
+@pytest.mark.ranks(1, 2, 3) if EVERYTHING else pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [BF16, FP32] if EVERYTHING else [BF16], ids=str)
 @pytest.mark.parametrize("folder", SIZES)
 def test_example(ranks, folder, dtype):

@@ -68,6 +68,7 @@ def test_quick_starts_collectives_and_operations(network, tmp_path):
         assert ("host 0 of 2, ranks (0, 1): [1, 2, 0, 0], in all [2, 4, 6, 8]" in text) == (host == 0)
 
 
+@pytest.mark.thorough  # the same trains over hosts in `test_process_group_over_hosts`
 def test_data_parallel_and_fully_sharded_training(network):
     start(network, PROGRAMS / "train_on_a_mesh.py")
     for text in printed(network, 0):
@@ -131,7 +132,7 @@ def lose(network, host, call, folder, how):
 
 
 # torchrun's store is on the first host.
-@pytest.mark.parametrize(("host", "call"), [(1, "barrier"), (0, "all_reduce")])
+@pytest.mark.parametrize(("host", "call"), [pytest.param(1, "barrier", marks=pytest.mark.thorough), (0, "all_reduce")])
 def test_a_host_that_is_killed_is_named_with_its_ranks(network, host, call, tmp_path):
     for error, after_s in lose(network, host, call, tmp_path, lambda lost: lost.end()):
         assert error.startswith("PeerLostError: "), error

@@ -30,8 +30,12 @@ LONGEST_SLEEP_S = 1e-3
 # Time that one poll may add to the count of how long nothing has changed. It keeps a program that works for minutes
 # between two polls from being taken for one that waits.
 LONGEST_POLL_S = 5e-3
-# And one rest between two rounds: a process that was stopped meanwhile (SIGSTOP, Ctrl-Z) has not waited for so long.
+# And one sleep between two rounds: a process that was stopped meanwhile (SIGSTOP, Ctrl-Z) has not waited for so long.
 LONGEST_REST_S = 0.1
+
+# While what programs have looked at stays, none of them polls for so long, or for so many times as long as a round of
+# their polls takes. Then they do: a loop may also look at a clock, or count its rounds.
+LONGEST_UNCHANGED_S, LONGEST_UNCHANGED_ROUNDS = 5e-3, 8
 
 limit_s: float = 30.0
 """How long a launch may wait without any change; 0 for ever. IRIS_WAIT_TIMEOUT_S replaces it at activation."""
@@ -296,10 +300,31 @@ class Launch:
         return [int(poll.pointers.flat[0]) for poll in polls]
 
     def _rest(self, task: Task) -> None:
-        """Everyone polls in vain: let other launches and processes run for a moment."""
+        """Everyone polls in vain: let other launches and processes run until what someone looks at has changed."""
         start = time.monotonic()
-        self._waited += min(start - self._polled_at, self._polling_s)
+        polled_s = start - self._polled_at
+        again_at = start + max(LONGEST_UNCHANGED_S, LONGEST_UNCHANGED_ROUNDS * polled_s)
+        self._waited += min(polled_s, self._polling_s)
+        self._polls, self._polling_s = 0, 0.0
         live = [each for each in self.live if not each.joining]
+        sees_the_same = tasks.looks_of(live)
+        while True:
+            self._leave_if_in_vain(live)
+            self._sleep_without_baton(task)
+            # To look costs less than a poll of each program does. But one that has just done something may be at work,
+            # and look at a flag in passing. And the sanitizer counts polls, and notes them.
+            if (
+                observer.recorder is not None
+                or self._error is not None
+                or self._sleep < LONGEST_SLEEP_S
+                or time.monotonic() >= again_at
+                or not sees_the_same()
+            ):
+                break
+        self._polled_at = time.monotonic()
+
+    def _leave_if_in_vain(self, live: Sequence[Task]) -> None:
+        """Leave the launch if these programs have waited for too long, or for somebody who is gone."""
         if self._waited >= self._ask_at:
             self._ask_at = self._waited + LOST_INTERVAL_S
             if lost := hang.lost(live, well=self._waited >= LEFT_S):
@@ -318,7 +343,9 @@ class Launch:
             if error is not None:
                 self.fail(error)
                 raise _Unwound
-        self._polls, self._polling_s = 0, 0.0
+
+    def _sleep_without_baton(self, task: Task) -> None:
+        start = time.monotonic()
         _baton.release()
         try:
             time.sleep(self._sleep)
@@ -326,5 +353,4 @@ class Launch:
             self._waited += min(time.monotonic() - start, LONGEST_REST_S)
             _baton.acquire()
             tasks.running = task
-        self._polled_at = time.monotonic()
         self._sleep = min(2 * self._sleep, LONGEST_SLEEP_S)

@@ -108,7 +108,7 @@ class _Rewriter(ast.NodeTransformer):
         self._shadowed = shadowed
 
     def _call(self, node: ast.AST, helper: str, *args: ast.expr) -> ast.expr:
-        function = ast.Name(id=f"__simulated_{helper}__", ctx=ast.Load())
+        function = ast.copy_location(ast.Name(id=f"__simulated_{helper}__", ctx=ast.Load()), node)
         return ast.copy_location(ast.Call(func=function, args=list(args), keywords=[]), node)
 
     def _later(self, value: ast.expr) -> ast.expr:
@@ -186,6 +186,9 @@ def _is_joined(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "__simulated_joined__"
 
 
+_DEFINITION = re.compile(r"\s*def\b(?:\s+(?P<name>\w+)\s*\()?")
+
+
 def lines_of(function: FunctionType) -> list[str]:
     """The text of the function's file, from its first decorator on. Where it ends takes long to find: `rewrite` does.
 
@@ -197,8 +200,8 @@ def lines_of(function: FunctionType) -> list[str]:
     except (OSError, TypeError, IndexError):
         lines = []
     # There may be another text: of a file that was edited, or of something else that is called "<string>".
-    definition = next((line for line in lines if re.match(r"\s*def\b", line)), "")
-    if not re.match(rf"\s*def\s+{code.co_name}\s*\(", definition):
+    definition = next(filter(None, map(_DEFINITION.match, lines)), None)
+    if definition is None or definition["name"] != code.co_name:
         raise KernelSourceMissingError(code.co_name, f"{code.co_filename}:{code.co_firstlineno}")
     return lines
 
@@ -206,8 +209,7 @@ def lines_of(function: FunctionType) -> list[str]:
 def _definition(source: str, first_line: int) -> ast.FunctionDef:
     """The syntax tree of a function's text, which begins at ``first_line`` and may be indented."""
     indented = source[:1].isspace()
-    tree = ast.parse("if True:\n" * indented + source)
-    ast.increment_lineno(tree, first_line - 1 - indented)
+    tree = ast.parse("\n" * (first_line - 1 - indented) + "if True:\n" * indented + source)
     (first, *_) = body = tree.body
     if indented:
         assert isinstance(first, ast.If)
@@ -235,7 +237,7 @@ def _rewritten_code(code: CodeType, filename: str, source: str, shadowed: frozen
     # Under another name, so that its own, which a recursive function calls, is not one of these variables.
     function.name = "__simulated_function__"
     around.body = [function]
-    module = compile(ast.fix_missing_locations(ast.Module([around], [])), filename, "exec", dont_inherit=True)
+    module = compile(ast.Module([around], []), filename, "exec", dont_inherit=True)
     return _constant(_constant(module, "around"), function.name).replace(co_name=code.co_name)
 
 

@@ -6,8 +6,8 @@ again polls, and another should have its turn: whose that is, `iris.simulator.gr
 
 import threading
 from _thread import LockType
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 import triton.language as tl
 
 from iris import observer
+from iris.compat.libtriton import load
 from iris.simulator.asynchronous import Groups, InFlight
 from iris.simulator.partitions import Partitions
 
@@ -102,7 +103,8 @@ class Task:
     condition: Condition | None = None
     poll: Poll | None = None
     repeated: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """What it has looked at since it saw anything new, and how often."""
+    """What it has looked at since it saw anything new, and how often; ``polls``: what it saw there."""
+    polls: dict[tuple[str, int], Poll] = field(default_factory=dict)
     looks: Counter[int] = field(default_factory=Counter)
     """What it has loaded with its values, and how often, as plain loads."""
     stores: bool = False
@@ -123,6 +125,26 @@ class Task:
     def partitioned(self) -> bool:
         """Whether it shares its program's shared memory with another task."""
         return self.partition is not None
+
+
+def looks_of(polling: Iterable[Task]) -> Callable[[], bool]:
+    """Whether each of them polls, and memory still holds all that it has found since it saw anything new.
+
+    A function that says so for one moment, at less cost than a poll. What lies nowhere word by word has not changed.
+    """
+    found: dict[np.dtype, list[Poll]] = defaultdict(list)
+    for task in polling:
+        if not task.polls:
+            return lambda: False
+        for poll in task.polls.values():
+            if poll.pointers.size == poll.values.size:
+                found[poll.values.dtype].append(poll)
+    parts = []
+    for dtype, polls in found.items():
+        pointers = np.concatenate([poll.pointers.reshape(-1) for poll in polls])
+        values = np.concatenate([poll.values.reshape(-1) for poll in polls])
+        parts.append((pointers, np.ones(pointers.size, dtype=bool), np.zeros_like(values), dtype, values.tobytes()))
+    return lambda: all(load(*where).tobytes() == values for *where, values in parts)
 
 
 running: Task | None = None
@@ -167,10 +189,11 @@ def observe(
             task.seen.clear()
         task.seen[key] = now
         task.repeated.clear()
+        task.polls.clear()
         task.launch.progress()
         task.launch.take_turns_by_chance(task)
         return
-    task.poll = Poll(operation, pointers, values, element, expected, waits_for)
+    task.poll = task.polls[key] = Poll(operation, pointers, values, element, expected, waits_for)
     task.repeated[key] += 1
     task.launch.let_others_run(task)
 
@@ -192,6 +215,7 @@ def looked(pointers: np.ndarray, values: np.ndarray, element: tl.dtype) -> None:
     elif task.looks[key] % LOOKS_OF_A_POLL == 0:
         task.launch.leave_if_failed()
         task.poll = Poll("plain loads", pointers, values, element, None, None)
+        task.polls.clear()  # which of its loads it waits for is not known
         stores, task.stores = task.stores, False
         task.launch.let_others_run(task, 0.0 if stores else LONGEST_LOOKS_S)
 

@@ -102,7 +102,7 @@ def test_training(ranks, how):
     ranks.run(train_in_parallel, ranks.hosts, how)
 
 
-@pytest.mark.thorough  # `test_two_hosts` runs it, too
+@pytest.mark.thorough
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")
 def test_a_program_that_names_the_backend_alone_trains_on_a_mesh_of_hosts():
     done = subprocess.run(

@@ -1,5 +1,6 @@
 """Compiling a kernel for a GPU that is not there, with the argument specialisation of a real launch."""
 
+import itertools
 import re
 import tempfile
 
@@ -17,6 +18,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
+# Those of `make test`, which leaves Blackwell to `make test-all`.
+SAMPLED = tuple(target for target in TARGETS if EVERYTHING or target != "sm_100")
 OLDEST = triton.__version__.startswith("3.6.")
 
 
@@ -35,6 +38,20 @@ def targets_by_turns(number):
 def by_turns(cases):
     """Every second of them by the oldest Triton, and the others by the newest; all of them in `make test-all`."""
     return cases if EVERYTHING else cases[0 if OLDEST else 1 :: 2]
+
+
+def one_of_each(targets, cases):
+    """(target, case): each with each in `make test-all`.
+
+    Otherwise the newest Triton compiles every second case for sm_90, and the others for AMD's targets by turns. These
+    the oldest compiles for sm_90.
+    """
+    if EVERYTHING:
+        return [*itertools.product(targets, cases)]
+    if OLDEST:
+        return [("sm_90", case) for case in cases[1::2]]
+    amd = [target for target in targets if target.startswith("gfx")]
+    return [(amd[i // 2 % len(amd)] if i % 2 else "sm_90", case) for i, case in enumerate(cases)]
 
 
 class OfflineDriver(DriverBase):

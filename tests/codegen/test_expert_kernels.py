@@ -1,6 +1,5 @@
 """Kernels of expert parallelism move rows by 16 bytes, in every form, and take no more registers than they may."""
 
-import itertools
 import re
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from codegen import test_every_kernel as every
 from codegen.collective_arguments import INT32
 from codegen.expert_arguments import COUNTED, TWO_BIASES, forms
-from codegen.offline import TARGETS, by_turns, compile_for
+from codegen.offline import TARGETS, by_turns, compile_for, one_of_each
 from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED, combine
 from iris.experts.dispatch import dispatch
 from iris.experts.routing import RECEIVE, SEND
@@ -52,7 +51,7 @@ def wide(code, way, target, nbytes=16):
     return re.findall(rf"{dict(load='ld', store='st')[way]}\.global\.{words}b32", code)
 
 
-@pytest.mark.parametrize(("target", "form"), by_turns([*itertools.product(TARGETS, FORMS)]))
+@pytest.mark.parametrize(("target", "form"), one_of_each(TARGETS, FORMS))
 def test_rows_are_sent_and_placed_by_16_bytes(target, form):
     code = compile_for(target, dispatch, *of_form(form, target), num_warps=4).text
     # Read and stored to peers; read again and stored to places.
@@ -60,10 +59,7 @@ def test_rows_are_sent_and_placed_by_16_bytes(target, form):
     assert len(wide(code, "store", target)) >= (1 if form.startswith("by ") else 2)
 
 
-@pytest.mark.parametrize(
-    ("target", "name"),
-    by_turns([*itertools.product(TARGETS, WEIGHTS), *itertools.product(TARGETS, ["biases"])]),
-)
+@pytest.mark.parametrize(("target", "name"), one_of_each(TARGETS, [*WEIGHTS, "biases"]))
 def test_rows_are_added_up_by_16_bytes(target, name):
     arguments = biased() if name == "biases" else weighted(name)
     code = compile_for(target, combine, *arguments, num_warps=4).text

@@ -1,6 +1,5 @@
 """The kernels of grouped GEMMs compile to products by matrix cores, and what is chosen for Hopper spills nothing."""
 
-import itertools
 import re
 from unittest import mock
 
@@ -9,7 +8,7 @@ import torch
 from covering import EVERYTHING
 
 from codegen.expert_arguments import EXPERTS
-from codegen.offline import TARGETS, assembly_for, by_turns, compile_for
+from codegen.offline import SAMPLED, TARGETS, assembly_for, by_turns, compile_for, one_of_each
 from iris.experts.combine import DISPATCHED, UNWEIGHTED
 from iris.ops.combine_in_stages import NUM_WARPS as STAGED_WARPS
 from iris.ops.combine_in_stages import REGISTERS, combine_in_stages
@@ -80,7 +79,7 @@ def spilled(compiled):
 PRODUCTS = {"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma|mma\.sync", "gfx": "v_mfma_f32|v_smfmac"}
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SAMPLED)
 @pytest.mark.parametrize("case", by_turns(CASES), ids=lambda case: described(*case))
 def test_in_triton(target, case):
     arguments, options = in_triton(target, *case)
@@ -218,7 +217,7 @@ def in_stages(weighted):
     return by_name(combine_in_stages, **given, **of_product, **constants)
 
 
-@pytest.mark.parametrize(("target", "weighted"), by_turns([*itertools.product(TARGETS, [True, False])]))
+@pytest.mark.parametrize(("target", "weighted"), one_of_each(TARGETS, [True, False]))
 def test_combine_in_stages(target, weighted):
     options = {"maxnreg": REGISTERS} if target.startswith("sm") else {}
     compiled = compile_for(target, combine_in_stages, *in_stages(weighted), num_warps=STAGED_WARPS, **options)
@@ -240,7 +239,7 @@ def of_quantise(target, columns):
     return arguments_of(x, x.to(narrow), torch.empty(64, -(-columns // 128)), numbers, numbers)
 
 
-@pytest.mark.parametrize(("target", "columns"), by_turns([*itertools.product(TARGETS, [2048, 144])]))
+@pytest.mark.parametrize(("target", "columns"), one_of_each(TARGETS, [2048, 144]))
 def test_activations_are_rounded_by_16_bytes(target, columns):
     text = compile_for(target, quantise_rows, *of_quantise(target, columns), num_warps=NUM_WARPS).text
     wide = r"(global|buffer)_load_dwordx4" if target.startswith("gfx") else r"ld\.global\.v4\.b32"

@@ -9,7 +9,7 @@ from covering import EVERYTHING
 from codegen import test_every_kernel as every
 from codegen.collective_arguments import INT32
 from codegen.expert_arguments import COUNTED, TWO_BIASES, few, forms
-from codegen.offline import by_turns, compile_for
+from codegen.offline import compile_for, one_of_each
 from codegen.test_expert_kernels import FORMS, PHASES, WEIGHTS, wide
 from iris.ccl.kernel_launch import leaving_room
 from iris.experts.low_latency.combine import combine
@@ -73,17 +73,18 @@ def bytes_at_a_time(rows, extents):
     return extents.BLOCK * rows.element_size() // extents.THREADS
 
 
-def chosen():
-    """(target, number): all, or those of forms and weights for each target, and of the others for one of them."""
-    numbers = [number for number, _ in enumerate(cases("sm_90"))]
+def numbers():
+    """Of all cases; of the sample those of each kind with the other number of tokens by turns."""
+    every_number = range(sum(1 for _ in cases("sm_90")))
     if EVERYTHING:
-        return [*itertools.product(TARGETS, numbers)]
-    plain = len(TOKENS) * (len(FORMS) + len(WEIGHTS))
-    one_target = [(TARGETS[number // 2 % len(TARGETS)], number) for number in numbers[plain:]]
-    return by_turns([*itertools.product(TARGETS, numbers[:plain])]) + by_turns(one_target)
+        return every_number
+    plain = len(FORMS) + len(WEIGHTS)
+    others = len(every_number) // len(TOKENS) - plain
+    chosen = [kind + plain * (kind // 2 % 2) for kind in range(plain)]
+    return chosen + [len(TOKENS) * plain + kind + others * (kind // 2 % 2) for kind in range(others)]
 
 
-@pytest.mark.parametrize(("target", "number"), chosen())
+@pytest.mark.parametrize(("target", "number"), one_of_each(TARGETS, numbers()))
 def test_messages_need_no_fence_and_nothing_is_spilled(target, number):
     name, kernel, arguments, launched = next(itertools.islice(cases(target), number, None))
     compiled = compile_for(target, kernel, *arguments, **launched)

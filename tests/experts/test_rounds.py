@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from covering import EVERYTHING
 from hesitation import hesitant
 
 from experts.layers import ROUTINGS, Layer, both_forms, done_with, experts
@@ -53,7 +54,7 @@ def rounds(ctx, low_latency, max_tokens, hidden):
     done_with(ctx, ep)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(*((1, 2, 3, 4) if EVERYTHING else (2, 3)))
 @both_forms
 @pytest.mark.parametrize(("max_tokens", "hidden"), [(7, 20), (2, 256)])
 def test_rounds(ranks, low_latency, max_tokens, hidden):
@@ -79,7 +80,7 @@ def twice(ctx, low_latency):
     done_with(ctx, ep)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3 if EVERYTHING else 2)
 @both_forms
 def test_the_same_bits_in_every_run(ranks, low_latency):
     ranks.run(twice, low_latency)
@@ -142,7 +143,7 @@ def ahead(ctx, low_latency):
     done_with(ctx, ep)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(*((2, 3) if EVERYTHING else (2,)))
 @both_forms
 def test_a_rank_that_is_ahead(ranks, low_latency):
     ranks.run(ahead, low_latency)

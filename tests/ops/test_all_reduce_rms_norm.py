@@ -76,7 +76,7 @@ def one_after_the_other(ctx, variant, rounds):
         torch.testing.assert_close(out.cpu().double() * factor, exact, rtol=rtol, atol=atol)
 
 
-@pytest.mark.ranks(1, 2, 3, 4, 5) if EVERYTHING else pytest.mark.ranks(3)
+@pytest.mark.ranks(1, 2, 3, 4, 5) if EVERYTHING else pytest.mark.ranks(2)
 @pytest.mark.parametrize("variant", ["one_shot", "two_shot_push"])
 def test_calls_of_other_kinds_behind_each_other(ranks, variant):
     ranks.run(one_after_the_other, variant, 48 if EVERYTHING else 16)

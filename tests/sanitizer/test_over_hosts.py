@@ -6,6 +6,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from ccl.test_process_group import make_group
+from covering import EVERYTHING
 from rank_pool import Hosts
 
 import iris
@@ -36,7 +37,7 @@ def read_before_a_rail_writes(ctx, broken):
     return x.tolist() == list(range(N)) and (broken or not out.any())
 
 
-@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(3, 2))
+@pytest.mark.ranks(Hosts(2, 2, dealt=True), *((Hosts(2, 2), Hosts(3, 2)) if EVERYTHING else ()))
 def test_races_with_rails_are_found(ranks):
     assert ranks.run_sanitized(read_before_a_rail_writes, False) == ([True] * ranks.num_ranks, [])
     results, findings = ranks.run_sanitized(read_before_a_rail_writes, True)
@@ -69,7 +70,7 @@ def read_before_a_call_is_over(ctx, collective, broken):
 COLLECTIVES = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast"]
 
 
-@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True))
+@pytest.mark.ranks(Hosts(2, 2, dealt=True), *([Hosts(2, 2)] if EVERYTHING else []))
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_a_missing_wait_is_found(ranks, collective):
     assert ranks.run_sanitized(read_before_a_call_is_over, collective, False)[1] == []

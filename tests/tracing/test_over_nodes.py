@@ -80,7 +80,9 @@ with iris.iris(1 << 20, process_group=groups[dist.get_rank() // 2]) as own:
 """
 
 
-@pytest.mark.parametrize("all_ranks", [True, pytest.param(False, marks=pytest.mark.thorough)])
+# Groups and contexts of some ranks are in `test_over_hosts`, too.
+@pytest.mark.thorough
+@pytest.mark.parametrize("all_ranks", [True, False])
 def test_recordings_of_all_contexts_come_whatever_ranks_these_have(all_ranks, tmp_path):
     program = tmp_path / "contexts.py"
     program.write_text(CONTEXTS.replace("ALL_RANKS", str(all_ranks)))
