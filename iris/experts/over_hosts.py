@@ -41,6 +41,7 @@ from iris.experts.received import Received
 from iris.experts.rows import BY_ROW, GROUP, NOT, SMALLEST
 from iris.operators.version_counter import bump_version
 from iris.world import World
+from iris.world.hosts import tell_other_hosts
 from iris.world.rail import as_bytes
 
 
@@ -102,21 +103,22 @@ class CallsOverHosts(Calls):
             self.compare(f"dispatch() over hosts, layout={layout!r}, of {x.dtype}, {form}, async_op={async_op}")
 
         def receive() -> Received:
-            found = wait()
-            self._promised -= 1
-            assert found.rows is not None
-            received: Received = super(CallsOverHosts, self).dispatch(
-                found.rows, found.ids, found.weights, found.scales, layout=layout, rows=rows
-            )
-            return self._of_rank(received, len(x), counted)
+            with self._in_step("dispatch"), torch.no_grad():
+                found = wait()
+                self._promised -= 1
+                assert found.rows is not None
+                received: Received = super(CallsOverHosts, self).dispatch(
+                    found.rows, found.ids, found.weights, found.scales, layout=layout, rows=rows
+                )
+                return self._of_rank(received, len(x), counted)
 
         with self._in_step("dispatch"), torch.no_grad():
             # The combine leaves rows behind these alone, and the program may have written another number by then.
             counted = None if num_tokens is None else num_tokens.clone()
-            wait = self._gather(*divided(to_read(x), x_scales, form), topk_ids, topk_weights, counted)
-            if not async_op:
-                return receive()
-        return self._pend("dispatch() over hosts", used, receive)
+            wait, gathered = self._gather(*divided(to_read(x), x_scales, form), topk_ids, topk_weights, counted)
+        if not async_op:
+            return receive()
+        return self._pend("dispatch() over hosts", [*used, *gathered], receive)
 
     def route(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, layout: str) -> Received:
         self.enter()
@@ -126,7 +128,8 @@ class CallsOverHosts(Calls):
         self._check_numbers(topk_ids, None)
         self._promise_slot()
         with self._in_step("dispatch"), torch.no_grad():
-            found = self._gather(None, None, topk_ids, topk_weights, None)()
+            wait, _ = self._gather(None, None, topk_ids, topk_weights, None)
+            found = wait()
             self._promised -= 1
             return self._of_rank(super().route(found.ids, found.weights, layout), len(topk_ids), None)
 
@@ -152,15 +155,16 @@ class CallsOverHosts(Calls):
         counted = received._num_tokens_there
 
         def receive() -> torch.Tensor:
-            wait()
-            exact = tokens == self.limits.max_tokens and counted is None
-            total = result.view(-1) if exact else torch.empty_like(parts[0])
-            add_up(total, parts, ReduceOp.SUM, self._stream())
-            if not exact:
-                sums = total.view(-1, hidden)[:tokens]
-                result.copy_(sums if counted is None else torch.where(_before(counted, sums), sums, result))
-            bump_version(result)
-            return result
+            with self._in_step("combine"), torch.no_grad():
+                wait()
+                exact = tokens == self.limits.max_tokens and counted is None
+                total = result.view(-1) if exact else torch.empty_like(parts[0])
+                add_up(total, parts, ReduceOp.SUM, self._stream())
+                if not exact:
+                    sums = total.view(-1, hidden)[:tokens]
+                    result.copy_(sums if counted is None else torch.where(_before(counted, sums), sums, result))
+                bump_version(result)
+                return result
 
         with self._in_step("combine"), torch.no_grad():
             weights = None if topk_weights is None else self._gather_weights(topk_weights)
@@ -170,9 +174,10 @@ class CallsOverHosts(Calls):
             wait = self._rail.all_to_all(parts[:hosts], sums.view(hosts, -1), f"combine() of {self.dtype}")
             for place, each in enumerate(biases, hosts):
                 parts[place, : each.numel()].view_as(each).copy_(each)
-            if not async_op:
-                return receive()
-        return self._pend("combine() over hosts", [parts, result], receive)
+        if not async_op:
+            return receive()
+        used = [each for each in (parts, result, counted) if each is not None]
+        return self._pend("combine() over hosts", used, receive)
 
     def choices(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
         local, tokens = len(self._hosts.local_ranks), (len(self._hosts), self.limits.max_tokens, self.limits.top_k)
@@ -205,6 +210,7 @@ class CallsOverHosts(Calls):
             yield
         except BaseException as error:
             self.abort_flag.interrupted(name, error)
+            tell_other_hosts(self._members)
             raise
 
     def _tokens_of(self, received: Received) -> int:
@@ -232,8 +238,8 @@ class CallsOverHosts(Calls):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None,
         counted: torch.Tensor | None,
-    ) -> Callable[[], Gathered]:
-        """Begin to gather what the ranks of the rail dispatch. Returns what waits for it."""
+    ) -> tuple[Callable[[], Gathered], list[torch.Tensor]]:
+        """Begin to gather what the ranks of the rail dispatch. Returns what waits for it, and where it will be."""
         hosts, limits = len(self._hosts), self.limits
         valid = (topk_ids >= 0) & (topk_ids < limits.num_experts)
         if counted is not None:
@@ -246,6 +252,7 @@ class CallsOverHosts(Calls):
         sent = pairs[0].new_full((limits.max_tokens, sum(widths)), -1)
         torch.cat(pairs, dim=1, out=sent[: len(topk_ids)])
         arrived = sent.new_empty(hosts, *sent.shape)
+        gathered = [arrived]
         what = f"dispatch() of {'choices alone' if rows is None else rows.dtype}"
         wait_for_pairs = self._rail.all_gather(arrived, sent, f"{what}, their choices")
         if rows is not None:
@@ -255,6 +262,7 @@ class CallsOverHosts(Calls):
                 as_bytes(of_rank)[: rows.nbytes] = as_bytes(rows)
             of_rail = rows.new_empty(hosts * limits.max_tokens, limits.hidden)
             wait_for_rows = self._rail.all_gather(of_rail, of_rank, what)
+            gathered.append(of_rail)
 
         def wait() -> Gathered:
             wait_for_pairs()
@@ -267,7 +275,7 @@ class CallsOverHosts(Calls):
             here = self._local_numbers[ids]
             return Gathered(None if rows is None else of_rail, here, weights, floats[0] if floats else None)
 
-        return wait
+        return wait, gathered
 
     def _gather_weights(self, topk_weights: torch.Tensor) -> torch.Tensor:
         sent = topk_weights.new_zeros(self.limits.max_tokens, self.limits.top_k)

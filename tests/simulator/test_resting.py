@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from iris.simulator import grid
+from simulator.test_grid import work
 
 SET_AFTER_S = 0.5
 
@@ -67,23 +68,11 @@ def give_up(flags, out, MOST: tl.constexpr):
     tl.store(out, polls)
 
 
-@triton.jit
-def look_in_passing(flags, rounds):
-    if tl.program_id(0) == 0:
-        for _ in range(rounds):
-            tl.atomic_add(flags, 1)
-            tl.atomic_add(flags + 1, 0)
-        tl.atomic_xchg(flags + 1, 1)
-    else:
-        while tl.atomic_add(flags + 1, 0) == 0:
-            pass
-
-
 def test_a_program_that_works_is_not_slowed_down_by_flags_that_stay(monkeypatch):
     slept = []
     monkeypatch.setattr(grid.time, "sleep", slept.append)
     flags = torch.zeros(2, dtype=torch.int32)
-    look_in_passing[(2,)](flags, 200)
+    work[(2,)](flags, 200)
     assert flags.tolist() == [200, 1] and max(slept, default=0) < grid.LONGEST_SLEEP_S
 
 
