@@ -1,0 +1,28 @@
+"""`iris.accelerate`: the one line after which compiled models use Iris' operators."""
+
+from typing import TypeVar
+
+import torch
+
+from iris.compat.inductor import add_graph_pass
+from iris.inductor import graph_pass, groups  # noqa: F401 (makes the contexts of groups)
+from iris.inductor.report import FusionReport
+
+Model = TypeVar("Model", bound=torch.nn.Module | None)
+
+_on: list[bool] = []
+
+
+def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
+    """Let what torch.compile compiles in this process from now on communicate by Iris' operators. Local."""
+    if not _on:
+        add_graph_pass(graph_pass.fuse, graph_pass.IDENTITY)
+        _on.append(True)
+    if model is not None:
+        model.compile()
+    return model
+
+
+def fusion_report() -> FusionReport:
+    """What was fused in graphs that this process has compiled since `accelerate`, and what was left, with the reason."""
+    return graph_pass.report
