@@ -216,7 +216,7 @@ class OperationsOverHosts(Operations):
             self._multiply(part, config, beside and bool(waits))
             if self._order.view_of_host(rows, host) is None:
                 self._order.write_of_host(rows, host, out)
-                if gathered is not None:
+                if gathered is not None and theirs is not None:
                     self._order.write_of_host(gathered, host, theirs)
 
         for distance in range(1, 1 + len(room)):
