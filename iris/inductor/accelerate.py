@@ -16,7 +16,7 @@ _on: list[bool] = []
 def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
     """Let what torch.compile compiles in this process from now on communicate by Iris' operators. Local."""
     if not _on:
-        add_graph_pass(graph_pass.fuse, graph_pass.IDENTITY)
+        add_graph_pass(graph_pass.search, graph_pass.IDENTITY)
         _on.append(True)
     if model is not None:
         model.compile()

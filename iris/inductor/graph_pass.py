@@ -11,9 +11,10 @@ PATTERNS = (rms_norm.fuse, all_reduce.fuse)
 IDENTITY = f"iris {__version__}"
 
 report = FusionReport()
+"""Of this process."""
 
 
-def fuse(graph: Graph) -> None:
+def search(graph: Graph, report: FusionReport = report) -> None:
     """Put Iris' operators in the place of what they do in fewer steps, in a graph of ATen's and c10d's operators.
 
     Local, and the same on all ranks, whose graphs are the same.

@@ -1,9 +1,14 @@
 """What was fused in the graphs that were compiled, and what was found and left as it was, with the reason."""
 
+import re
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch.fx import Node
+
+TORCH = str(Path(torch.__file__).parent)
 
 
 class Fusion(NamedTuple):
@@ -37,10 +42,11 @@ class FusionReport(list[Fusion]):
 
 
 def where(node: Node) -> str:
-    """The module that a node comes from, as ``model.named_modules()`` names it; or else the program's last line."""
+    """The module that a node comes from, as ``model.named_modules()`` names it; or else the line of the program."""
     modules = node.meta.get("nn_module_stack")
     if modules:
-        path = str(list(modules.values())[-1][0])
-        return path.replace("L['self'].", "").replace("L['self']", "the model")
-    trace = node.meta.get("stack_trace")
-    return trace.strip().splitlines()[-1].strip() if trace else node.name
+        path, _ = list(modules.values())[-1]
+        return re.sub(r"^L\['\w+'\]\.?", "", path) or "the model"
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    of_program = [each for each in lines if not each[0].startswith(TORCH)]
+    return ":".join(of_program[-1]) if of_program else node.name
