@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch.library import Library
 
 from iris.compat.parts import late, required
@@ -40,10 +39,9 @@ dtypes_of = late("torch.distributed._symmetric_memory:_maybe_convert_scalar_type
 """The dtypes of a list that an operator got: as torch's numbers of them, or as they are."""
 
 
-def by_torch(name: str, device: torch.device, *args: Any, **options: Any) -> Any:
-    """What the operator of this name returns without Iris."""
-    on_gpu, in_steps = TORCHS[name]
-    return (on_gpu if device.type == "cuda" else in_steps)(*args, **options)
+def by_torch(name: str, in_steps: bool, *args: Any, **options: Any) -> Any:
+    """What the operator of this name returns without Iris. ``in_steps``: by what it uses for shapes, on any device."""
+    return TORCHS[name][in_steps](*args, **options)
 
 
 def replace(kernels: Mapping[str, Callable[..., Any]], key: str) -> Library:

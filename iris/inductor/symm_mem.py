@@ -19,6 +19,7 @@ from iris import simulator
 from iris.compat.c10d import group_named
 from iris.compat.fused_symm_mem import by_torch, dtypes_of, replace
 from iris.compat.scaled_mm import scaled_mm
+from iris.distributed.group import ProcessGroupBase
 from iris.inductor.groups import context_of
 from iris.ops.call import NARROW, WIDE
 
@@ -40,7 +41,7 @@ def fused_all_gather_matmul(
     """The A of all ranks along ``gather_dim``, if asked for, and its products with each of ``Bs``."""
     size = _size(group_name)
     if not Bs or not all(_fit(A, b, gather_dim, size, WIDE) for b in Bs):
-        return by_torch("fused_all_gather_matmul", A.device, A, Bs, gather_dim, group_name, return_A=return_A)
+        return _by_torch("fused_all_gather_matmul", group_name, A, Bs, gather_dim, group_name, return_A=return_A)
     gathered, results = _gather(A, [Factor(b, b.dtype) for b in Bs], gather_dim, group_name, keep=return_A)
     return gathered if return_A else None, results
 
@@ -70,9 +71,9 @@ def fused_all_gather_scaled_matmul(
         and _kind_of_scale(A, A_scale, gather_dim, size)
     )
     if not fits:
-        return by_torch(
+        return _by_torch(
             "fused_all_gather_scaled_matmul",
-            A.device,
+            group_name,
             A,
             Bs,
             A_scale,
@@ -92,7 +93,7 @@ def fused_all_gather_scaled_matmul(
 def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     """This rank's part, along ``scatter_dim``, of the sum or the mean of all ranks' products."""
     if not _scatters(A, B, reduce_op, scatter_dim, group_name) or A.dtype not in WIDE:
-        return by_torch("fused_matmul_reduce_scatter", A.device, A, B, reduce_op, scatter_dim, group_name)
+        return _by_torch("fused_matmul_reduce_scatter", group_name, A, B, reduce_op, scatter_dim, group_name)
     return _scatter(A, Factor(B, A.dtype), reduce_op, scatter_dim, group_name)
 
 
@@ -125,9 +126,9 @@ def fused_scaled_matmul_reduce_scatter(
         or not (A_scale.numel() == 1 or by_rows)
         or not _scatters(whole, B, reduce_op, orig_scatter_dim, group_name)
     ):
-        return by_torch(
+        return _by_torch(
             "fused_scaled_matmul_reduce_scatter",
-            A.device,
+            group_name,
             A,
             B,
             A_scale,
@@ -213,6 +214,12 @@ def _as(rows: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     for extent in shape:
         number *= extent
     return rows.reshape(shape) if number == rows.numel() else None
+
+
+def _by_torch(name: str, group_name: str, a: Tensor, *args: Any, **options: Any) -> Any:
+    """As before. torch's symmetric memory knows no groups of Iris' backend, so that there it is done in steps."""
+    in_steps = a.device.type != "cuda" or isinstance(group_named(group_name), ProcessGroupBase)
+    return by_torch(name, in_steps, a, *args, **options)
 
 
 # How it is carried ---------------------------------------------------------------------------------------------------

@@ -33,9 +33,7 @@ def compare_products(ctx, dtype, shape):
             a, b, _ = values(ctx, dtype, shape, turn)
             result = run(a[ctx.cur_rank], b[ctx.cur_rank].t().contiguous())
             total = sum(x.double() @ y.double() for x, y in zip(a, b, strict=True))
-            torch.testing.assert_close(
-                result, total + 1, rtol=tolerance, atol=8 * tolerance, check_dtype=False
-            )
+            torch.testing.assert_close(result, total + 1, rtol=tolerance, atol=8 * tolerance, check_dtype=False)
     expect(report, {"product + all_reduce": 1})
 
 
