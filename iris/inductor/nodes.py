@@ -14,6 +14,11 @@ RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 CONVERSIONS = (torch.ops.prims.convert_element_type.default,)
 
 
+def arguments(node: Node) -> tuple[Any, ...]:
+    """What a node's operator is called with: nodes, numbers and other constants."""
+    return node.args
+
+
 def calls(node: Any, targets: Any) -> TypeGuard[Node]:
     """Whether this is a node that calls this operator, or one of these."""
     targets = targets if isinstance(targets, Sequence) else (targets,)
@@ -22,7 +27,7 @@ def calls(node: Any, targets: Any) -> TypeGuard[Node]:
 
 def reshaped_rows(node: Any) -> TypeGuard[Node]:
     """Whether this is a reshape that leaves rows, which lie along the last dimension, as they are."""
-    return calls(node, RESHAPES) and value_of(node).shape[-1:] == value_of(node.args[0]).shape[-1:]
+    return calls(node, RESHAPES) and value_of(node).shape[-1:] == value_of(arguments(node)[0]).shape[-1:]
 
 
 def users(node: Node, targets: Any) -> list[Node]:
