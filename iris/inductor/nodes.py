@@ -14,6 +14,11 @@ RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 CONVERSIONS = (torch.ops.prims.convert_element_type.default,)
 
 
+def args_of(node: Node) -> tuple[Any, ...]:
+    """What the operator of a node is given by position: nodes, numbers, lists of these."""
+    return node.args
+
+
 def calls(node: Any, targets: Any) -> TypeGuard[Node]:
     """Whether this is a node that calls this operator, or one of these."""
     targets = targets if isinstance(targets, Sequence) else (targets,)
