@@ -2,12 +2,12 @@
 
 from torch.fx import Graph
 
-from iris.inductor import all_reduce, rms_norm
+from iris.inductor import all_gather, all_reduce, reduce_scatter, rms_norm
 from iris.inductor.report import FusionReport
 from iris.version import __version__
 
 # Norms first: what they take of a sum leaves the product before it, which is fused with sums that no norm has taken.
-PATTERNS = (rms_norm.fuse, all_reduce.fuse)
+PATTERNS = (rms_norm.fuse, all_reduce.fuse, all_gather.fuse, reduce_scatter.fuse)
 IDENTITY = f"iris {__version__}"
 
 report = FusionReport()

@@ -1,0 +1,112 @@
+"""A product, and each rank's part of the sum or the mean of all ranks' products: `iris::matmul_reduce_scatter`."""
+
+from typing import NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from iris.ccl.functional import name_of_process_group
+from iris.compat.inductor import value_of
+from iris.inductor.nodes import args_of, aten, c10d, calls, reshaped_rows, waited
+from iris.inductor.report import Fusion, FusionReport, where
+from iris.inductor.rows import (
+    Blocks,
+    between,
+    blocks,
+    call,
+    can_be_shaped_as,
+    erase_unused,
+    rejoined,
+    shaped_as,
+    swapped,
+    used_only_by,
+)
+from iris.ops.call import WIDE
+
+PATTERN = "product + reduce_scatter"
+
+
+class Scattered(NamedTuple):
+    """What a reduce_scatter is given: ``source``, reshaped, split along a dimension, and joined by ranks."""
+
+    source: Node
+    passed: set[Node]
+    """What is between."""
+    how: Blocks | None
+    """How the rows of the source become rows by ranks; None where they are."""
+    by_columns: bool = False
+
+
+def fuse(graph: Graph, report: FusionReport) -> None:
+    """Replace each such product and scatter by one operator, in the place of the product."""
+    for node in graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default):
+        given = _scattered(node)
+        kept = _kept(node, given)
+        report.append(Fusion(PATTERN, kept, where(node)))
+        if kept is None:
+            _replace(graph, node, given)
+
+
+def _scattered(node: Node) -> Scattered:
+    source, _, size, _ = args_of(node)
+    passed: set[Node] = set()
+    how, by_columns = None, False
+    while True:
+        rearranged = rejoined(source, size) if how is None else None
+        if reshaped_rows(source):
+            passed.add(source)
+            source = args_of(source)[0]
+        elif rearranged is not None and rearranged.joined == 0:
+            passed |= {source, *between(rearranged.source)}
+            shape = value_of(rearranged.source).shape
+            by_columns = rearranged.split == len(shape) - 1
+            # Split, the dimension is one of ranks, and one of what each gets.
+            share = shape[rearranged.split] // size
+            outer, inner = shape[: rearranged.split], (share, *shape[rearranged.split + 1 : -1])
+            how = blocks(outer, (size,), inner)
+            source = rearranged.source
+        else:
+            return Scattered(source, passed, how, by_columns)
+
+
+def _kept(node: Node, given: Scattered) -> str | None:
+    """Why this reduce_scatter is not fused with what it adds up."""
+    op, wait, product = args_of(node)[1], waited(node), given.source
+    if op not in ("sum", "avg"):
+        return f"the reduction is {op!r}"
+    if calls(product, aten.addmm.default):
+        return "each rank adds its bias to the product, before the sum"
+    if not calls(product, aten.mm.default):
+        what = f"the result of {product.target}" if product.op == "call_function" else "an input of the graph"
+        return f"what is summed is {what} and not of a product"
+    if given.by_columns:
+        return "columns are scattered, and not rows"
+    if not used_only_by(product, node, given.passed):
+        return "the product is used elsewhere"
+    if wait is None:
+        return "the sum is used before it is waited for"
+    dtype = value_of(product).dtype
+    if dtype not in WIDE:
+        return f"the product is {dtype}"
+    if op == "avg" and dtype == torch.float16:
+        return "a sum of float16 may be too large where its mean is not"
+    if given.how is not None and not given.how.known or not can_be_shaped_as(wait):
+        return "the extents of several dimensions are not known before it runs"
+    return None
+
+
+def _replace(graph: Graph, node: Node, given: Scattered) -> None:
+    product, (_, op, size, group), wait = given.source, args_of(node), waited(node)
+    assert wait is not None
+    a, b = args_of(product)
+    with graph.inserting_before(product):
+        if given.how is not None:
+            a = swapped(graph, a, given.how)
+        ranks = name_of_process_group(group)
+        result = call(graph, torch.ops.iris.matmul_reduce_scatter.default, a, b, None, ranks)
+        if op == "avg":
+            result = call(graph, aten.div.Tensor, result, size)
+        result = shaped_as(graph, result, wait)
+    result.meta = {**wait.meta, "val": result.meta["val"]}
+    wait.replace_all_uses_with(result)
+    erase_unused(graph, {product, *given.passed, node, wait})
