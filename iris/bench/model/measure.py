@@ -103,10 +103,25 @@ def of_one_process(case: Case, dimensions: Dimensions, rounded: torch.dtype, dty
     return logits(case, maker.one_by_one(), inputs(case, maker), Alone())
 
 
-def relative_error(actual: Tensor, exact: Tensor) -> float:
-    """The largest of rows; NaN where something is NaN."""
-    squares = (actual.to(exact.dtype) - exact).square().mean(1) / exact.square().mean(1)
-    return squares.sqrt().max().item()
+class Compared(NamedTuple):
+    """Errors of logits, and what is wrong with them, in words, if anything is: as `Row` has them."""
+
+    error: float
+    error_of_one: float
+    reason: str
+
+
+def compare(result: Tensor, of_one: Tensor, exact: Tensor) -> Compared:
+    """``[sequences, vocabulary]`` of the ranks, and of one process in the same dtype and in a wider one."""
+
+    def largest(logits: Tensor) -> float:
+        squares = (logits.to(exact.dtype) - exact).square().mean(1) / exact.square().mean(1)
+        return squares.sqrt().max().item()
+
+    error, error_of_one = largest(result), largest(of_one)
+    allowed = 2 * error_of_one + torch.finfo(result.dtype).eps
+    wrong = f"wrong result: an error of {error:.3g}, and {allowed:.3g} is allowed"
+    return Compared(error, error_of_one, "" if error <= allowed else wrong)
 
 
 def measure(
@@ -136,13 +151,11 @@ def _side_by_side(
     ctx: Iris, case: Case, maker: Maker, decoders: dict[bool, Decoder], by: dict[str, Communication]
 ) -> dict[str, tuple]:
     """Of each way: microseconds, error, that of one process, and the reason where there is no time."""
-    of_one = {
-        dtype: of_one_process(case, maker.dimensions, maker.dtype, dtype, ctx.device)
+    of_one, exact = (
+        of_one_process(case, maker.dimensions, maker.dtype, dtype, ctx.device)
         for dtype in (maker.dtype, WIDER[maker.dtype])
-    }
-    exact = of_one.pop(WIDER[maker.dtype])
-    error_of_one = relative_error(of_one.pop(maker.dtype), exact)
-    bound = 2 * error_of_one + torch.finfo(maker.dtype).eps
+    )
+    error_of_one = compare(of_one, of_one, exact).error
     given = inputs(case, maker)
     given = given._replace(caches=list(given.caches))
     errors: dict[str, float | None] = {}
@@ -157,8 +170,7 @@ def _side_by_side(
         try:
             result = call()
             if way != FLOOR or ctx.num_ranks == 1:
-                error = relative_error(result, exact)
-                reason = "" if error <= bound else f"wrong result: an error of {error:.3g}, and {bound:.3g} is allowed"
+                error, _, reason = compare(result, of_one, exact)
         except Exception as problem:  # of a library's on this machine, which is a result too
             reason = failure(problem)
         # One rank's failure is everybody's, so that all go on with the same way.
