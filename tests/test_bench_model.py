@@ -4,8 +4,11 @@ import json
 
 import pytest
 import torch
+from click.testing import CliRunner
+from conftest import UNDER_TORCHRUN
 from covering import EVERYTHING
 
+from iris.__main__ import commands
 from iris.bench import model_command
 from iris.bench.model import measure
 from iris.bench.model.communication import Alone
@@ -44,6 +47,19 @@ def test_each_way_gives_what_one_process_gives(ranks, dtype, tmp_path):
         assert row.error is None or row.error <= 2 * row.error_of_one + torch.finfo(DTYPES[dtype]).eps
         tokens = {"decode": 3, "prefill": 12}[row.mode]
         assert row.tokens_per_second == pytest.approx(1e6 * tokens / row.microseconds)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
+def test_the_command_starts_its_ranks(tmp_path):
+    what = "bench", "model", "--mode", "decode", "--batch", "1,2", "--way", "nccl", "--num-ranks", "3", "--layers", "1"
+    result = CliRunner().invoke(commands, [*what, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "model_tiny_3.json").read_text())
+    assert [(row["sequences"], row["layers"], row["way"]) for row in written["rows"]] == [
+        (1, 1, "nccl"),
+        (2, 1, "nccl"),
+    ]
 
 
 def without_communication(ctx):
@@ -90,7 +106,7 @@ def test_a_step_continues_prompts_of_different_lengths():
         for sequence, position in enumerate(positions.tolist()):
             prompt = tokens[sequence : sequence + 1, : position + 1]
             whole = decoder.prefill(prompt, caches=maker.empty_caches(1, length), rotation=rotation, by=alone)
-            torch.testing.assert_close(continued[sequence : sequence + 1], whole, rtol=1e-4, atol=1e-4)
+            assert torch.allclose(continued[sequence], whole[0], rtol=1e-4, atol=1e-4)
 
 
 def test_ranks_have_parts_of_one_model():
