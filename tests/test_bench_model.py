@@ -11,17 +11,17 @@ from covering import EVERYTHING
 from iris.__main__ import commands
 from iris.bench import model_command
 from iris.bench.model import measure
+from iris.bench.model.cases import Case
 from iris.bench.model.communication import Alone
 from iris.bench.model.decoder import rotations, visible
 from iris.bench.model.dimensions import MODELS, Share
-from iris.bench.model.measure import Case
 from iris.bench.model.ways import FLOOR, WAYS, Way
 from iris.bench.model.weights import Maker
 
 TINY = MODELS["tiny"]
 # Of those that are compiled the first call takes most of the time.
 ASKED = [name for name, way in WAYS.items() if EVERYTHING or not way.compiled]
-CASES = [Case("decode", 3, 5), Case("prefill", 4, 3)]
+CASES = [Case("decode", 3, 5), Case("prefill", 4, 3), Case("train", 2, 6)]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -45,7 +45,7 @@ def test_each_way_gives_what_one_process_gives(ranks, dtype, tmp_path):
         compared = row.way != FLOOR or ranks.num_ranks == 1
         assert (row.error is not None) == compared
         assert row.error is None or row.error <= 2 * row.error_of_one + torch.finfo(DTYPES[dtype]).eps
-        tokens = {"decode": 3, "prefill": 12}[row.mode]
+        tokens = {"decode": 3, "prefill": 12, "train": 12}[row.mode]
         assert row.tokens_per_second == pytest.approx(1e6 * tokens / row.microseconds)
 
 
@@ -75,7 +75,7 @@ def without_communication(ctx):
 @pytest.mark.ranks(2)
 def test_a_wrong_result_and_a_failure_are_told(ranks):
     for reasons in ranks.run(without_communication):
-        for wrong, failed in (reasons[:2], reasons[2:]):
+        for wrong, failed in (reasons[i : i + 2] for i in range(0, 6, 2)):
             assert "wrong result: an error of " in wrong and " is allowed" in wrong
             assert failed.startswith("AttributeError: ")
 

@@ -12,10 +12,10 @@ from workload import SIMULATED, Workload, command, report, share, trace, validat
 from wrapper import Server  # noqa: E402
 
 import iris  # noqa: E402
+from iris.bench.model.cases import WIDER, compare  # noqa: E402
 from iris.bench.model.communication import Alone  # noqa: E402
 from iris.bench.model.decoder import rotations  # noqa: E402
 from iris.bench.model.dimensions import MODELS, Share  # noqa: E402
-from iris.bench.model.measure import WIDER, compare  # noqa: E402
 from iris.bench.model.ways import WAYS  # noqa: E402
 from iris.bench.model.weights import Maker  # noqa: E402
 
@@ -45,7 +45,7 @@ def main(
     @torch.no_grad()
     def alone(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The logits behind sequences of tokens, of one process that computes all of the model, layer by layer."""
-        whole = Maker(dimensions, Share(), workload.dtype, dtype, ctx.device)
+        whole = maker.of(share=Share(), dtype=dtype)
         rotation = rotations(dimensions, tokens.shape[1], dtype, ctx.device)
         caches = whole.empty_caches(*tokens.shape)
         return whole.one_by_one().prefill(tokens, caches=caches, rotation=rotation, by=Alone())

@@ -166,7 +166,7 @@ def experts(
 @bench.command()
 @click.option("--model", help="llama-8b, llama-70b or tiny. If not given, the first, and in the simulator the last.")
 @click.option("--layers", type=click.IntRange(1), help="How many; all of the model's if not given.")
-@click.option("--mode", "modes", multiple=True, help="decode or prefill; both if not given.")
+@click.option("--mode", "modes", multiple=True, help="decode, prefill or train; if not given, the first two.")
 @click.option(
     "--batch",
     "batches",
@@ -180,13 +180,13 @@ def experts(
     type=click.IntRange(1),
     help="Tokens of a prompt, and of a sequence with a step's token; 1024 if not given, and in the simulator 12.",
 )
-@click.option("--prompts", type=click.IntRange(1), default=8, show_default=True, help="Of a pass of prefill.")
+@click.option("--prompts", type=click.IntRange(1), default=8, show_default=True, help="Of prefill, or a training step.")
 @click.option(
     "--way",
     "ways",
     multiple=True,
-    help="How ranks communicate: nccl, 'nccl compiled' (torch.compile), 'iris backend' (of torch.distributed), 'iris "
-    "fused' (ctx.ops), or none, the floor. All if not given; in the simulator nccl is Gloo.",
+    help="How ranks communicate: nccl, 'iris backend' (of torch.distributed), 'iris fused' (ctx.ops), 'nccl compiled' "
+    "and 'iris fused compiled' (torch.compile), or none, the floor. All if not given; in the simulator nccl is Gloo.",
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV and JSON.")
@@ -203,9 +203,9 @@ def model(
     out: Path | None,
     num_ranks: int | None,
 ) -> None:
-    """A decoder whose weights are random and split among the ranks: a step of decoding, and prompts.
+    """A decoder whose weights are random and split among the ranks: steps of decoding, prompts, a training step.
 
-    Among ranks that it starts, or under torchrun. Logits are compared with those of one process.
+    Among ranks that it starts, or under torchrun. Logits and gradients are compared with those of one process.
 
     Exit status 1 if a result is wrong, or a way fails.
     """

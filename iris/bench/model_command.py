@@ -11,12 +11,16 @@ from rich.table import Table
 from iris import simulator
 from iris.bench import ranks
 from iris.bench.model import measure as measuring
-from iris.bench.model.dimensions import MODELS
+from iris.bench.model.cases import MODES, Case
+from iris.bench.model.dimensions import MODELS, Dimensions
 from iris.bench.model.ways import WAYS
 from iris.bench.report import save_rows
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
 from iris.errors import UnknownChoiceError
+
+# A training step takes more memory than the weights of a large model leave on few GPUs.
+BY_DEFAULT = ("decode", "prefill")
 
 
 def run(
@@ -35,7 +39,7 @@ def run(
     model = model or ("tiny" if simulator.ACTIVE else "llama-8b")
     for name, given, possible in (
         ("--model", (model,), MODELS),
-        ("--mode", modes, measuring.MODES),
+        ("--mode", modes, MODES),
         ("--way", ways, WAYS),
     ):
         for value in given:
@@ -46,9 +50,9 @@ def run(
     num_ranks = ranks.number(num_ranks)
     if problem := dimensions.problem(num_ranks):
         raise click.UsageError(f"--model {model} cannot be measured: {problem}.")
-    of_mode = {"decode": batches, "prefill": (prompts,)}
+    of_mode = {"decode": batches, "prefill": (prompts,), "train": (prompts,)}
     cases = [
-        measuring.Case(mode, sequences, context) for mode in modes or measuring.MODES for sequences in of_mode[mode]
+        Case(mode, sequences, context) for mode in MODES if mode in (modes or BY_DEFAULT) for sequences in of_mode[mode]
     ]
     for case in cases:
         if problem := case.problem(num_ranks):
@@ -58,8 +62,8 @@ def run(
 
 def run_on_rank(
     model: str,
-    dimensions: measuring.Dimensions,
-    cases: list[measuring.Case],
+    dimensions: Dimensions,
+    cases: list[Case],
     ways: tuple[str, ...],
     dtype: str,
     out: Path | None,
@@ -86,7 +90,7 @@ def run_on_rank(
 def show(rows: list[measuring.Row]) -> None:
     """A table: a line a measurement."""
     first = rows[0]
-    error = f"error (one process in {first.dtype})"
+    error = f"error (of one process in {first.dtype})"
     table = Table("call", "sequences", "way", "us", "tokens/s", error, title=f"{first.model}, {first.layers} layers")
     for row in rows:
         spent = row.reason if row.microseconds is None else f"{row.microseconds:.1f}"

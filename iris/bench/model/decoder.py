@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
 
 from iris.bench.model.communication import Communication
 from iris.bench.model.dimensions import Dimensions, Share
@@ -67,6 +67,11 @@ def swiglu(inside: Tensor) -> Tensor:
     return silu(gate) * up
 
 
+def parameter(weight: Tensor) -> torch.nn.Parameter:
+    """Of a weight that has none yet; that of another decoder is the same one in both."""
+    return weight if isinstance(weight, torch.nn.Parameter) else torch.nn.Parameter(weight, requires_grad=False)
+
+
 class LayerWeights(NamedTuple):
     """A rank's part of a layer; `iris.bench.model.weights` makes it.
 
@@ -85,7 +90,7 @@ class LayerWeights(NamedTuple):
 
 
 class Layer(torch.nn.Module):
-    """Attention and MLP. Rows come normalised, and leave so; the residual is changed in place."""
+    """Attention and MLP. Rows come normalised, and leave so."""
 
     qkv: Tensor
     o: Tensor
@@ -99,35 +104,44 @@ class Layer(torch.nn.Module):
         self.dimensions = dimensions
         self.heads, self.kv_heads = dimensions.heads // share.num_ranks, dimensions.kv_heads // share.num_ranks
         for name, weight in weights._asdict().items():
-            self.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+            self.register_parameter(name, parameter(weight))
 
     def prefill(
-        self, rows: Tensor, residual: Tensor, *, cache: Tensor, rotation: Rotation, by: Communication
-    ) -> Tensor:
-        """Of prompts of one length: ``rows`` and ``residual`` are this rank's ``[B * T / W, hidden]``."""
+        self, rows: Tensor, residual: Tensor, *, cache: Tensor | None, rotation: Rotation, by: Communication
+    ) -> tuple[Tensor, Tensor]:
+        """Of prompts of one length: ``rows`` and ``residual`` are this rank's ``[B * T / W, hidden]``.
+
+        Returns the next layer's. Without a cache they have gradients.
+        """
         attended = self.attend_to_prompts(by.all_gather_matmul(rows, self.qkv), cache, rotation)
-        residual += by.matmul_reduce_scatter(attended, self.o)
+        residual = residual + by.matmul_reduce_scatter(attended, self.o)
         rows = normalised(residual, self.mlp_gain, self.dimensions)
         inside = swiglu(by.all_gather_matmul(rows, self.gate_up))
-        residual += by.matmul_reduce_scatter(inside, self.down)
-        return normalised(residual, self.next_gain, self.dimensions)
+        residual = residual + by.matmul_reduce_scatter(inside, self.down)
+        return normalised(residual, self.next_gain, self.dimensions), residual
 
-    def decode(self, rows: Tensor, residual: Tensor, *, cache: Tensor, step: Step, by: Communication) -> Tensor:
-        """Of one token of each sequence: ``rows`` and ``residual`` are ``[B, hidden]``, the same on all ranks."""
+    def decode(
+        self, rows: Tensor, residual: Tensor, *, cache: Tensor, step: Step, by: Communication
+    ) -> tuple[Tensor, Tensor]:
+        """Of one token of each sequence: ``rows`` and ``residual`` are ``[B, hidden]``, the same on all ranks.
+
+        Returns the next layer's; ``residual`` is lost.
+        """
         eps = self.dimensions.eps
         attended = self.attend_to_cache(rows @ self.qkv, cache, step)
-        rows = by.all_reduce_rms_norm(attended @ self.o, residual, self.mlp_gain, eps)
+        rows, residual = by.all_reduce_rms_norm(attended @ self.o, residual, self.mlp_gain, eps)
         inside = swiglu(rows @ self.gate_up)
         return by.all_reduce_rms_norm(inside @ self.down, residual, self.next_gain, eps)
 
-    def attend_to_prompts(self, qkv: Tensor, cache: Tensor, rotation: Rotation) -> Tensor:
-        """Causal attention of each prompt; its keys and values go into the cache, from position 0 on."""
-        rows, head_dim = qkv.shape[0], self.dimensions.head_dim
-        by_head = qkv.view(cache.shape[1], -1, self.heads + 2 * self.kv_heads, head_dim)
+    def attend_to_prompts(self, qkv: Tensor, cache: Tensor | None, rotation: Rotation) -> Tensor:
+        """Causal attention of each prompt, which is as long as ``rotation``. A cache gets its keys and values."""
+        rows, length, head_dim = qkv.shape[0], len(rotation.cosines), self.dimensions.head_dim
+        by_head = qkv.view(-1, length, self.heads + 2 * self.kv_heads, head_dim)
         rotation.turn_(by_head[:, :, : self.heads + self.kv_heads])
         queries, keys, values = by_head.transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], 1)
-        cache[0, :, :, : by_head.shape[1]] = keys
-        cache[1, :, :, : by_head.shape[1]] = values
+        if cache is not None:
+            cache[0, :, :, :length] = keys
+            cache[1, :, :, :length] = values
         attended = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         return attended.transpose(1, 2).reshape(rows, self.heads * head_dim)
 
@@ -161,6 +175,10 @@ class Decoder(torch.nn.Module):
     ``compiled``: what compiles the methods of a layer, one for all layers; None: they are called as they are.
     """
 
+    embedding: Tensor
+    gain: Tensor
+    head: Tensor
+
     def __init__(
         self,
         dimensions: Dimensions,
@@ -170,7 +188,9 @@ class Decoder(torch.nn.Module):
         compiled: Callable[[Callable], Callable] | None = None,
     ) -> None:
         super().__init__()
-        self.dimensions, self.share, self.ends = dimensions, share, ends
+        self.dimensions, self.share = dimensions, share
+        for name, weight in ends._asdict().items():
+            self.register_parameter(name, parameter(weight))
         listed = torch.nn.ModuleList(layers) if isinstance(layers, list) else layers
         self.layers = cast(Iterable[Layer], listed)
         self._prefill = compiled(Layer.prefill) if compiled else Layer.prefill
@@ -183,17 +203,21 @@ class Decoder(torch.nn.Module):
         which gets the keys and values of all tokens. ``rotation``: of `rotations`.
         """
         (prompts, length), share = tokens.shape, self.share
-        mine = share.of(tokens.flatten(), 0)
-        residual = self.ends.embedding[mine]
-        rows = normalised(residual, self.ends.gain, self.dimensions)
-        of_prompts = Rotation(*(each[:length] for each in rotation))
-        for layer, cache in zip(self.layers, caches, strict=True):
-            rows = self._prefill(layer, rows, residual, cache=cache, rotation=of_prompts, by=by)
+        rows = self.rows(tokens, caches=caches, rotation=rotation, by=by)
         last = torch.arange(1, prompts + 1, device=tokens.device) * length - 1
         # Each rank sends a row for each prompt, and that of the one that has the last token is taken.
-        of_this = (last - share.rank * len(mine)).clamp(0, len(mine) - 1)
+        of_this = (last - share.rank * len(rows)).clamp(0, len(rows) - 1)
         of_all = by.all_gather(rows[of_this]).view(share.num_ranks, prompts, -1)
-        return self._logits(of_all[last // len(mine), torch.arange(prompts, device=tokens.device)], by)
+        return self._logits(of_all[last // len(rows), torch.arange(prompts, device=tokens.device)], by)
+
+    def rows(self, tokens: Tensor, *, caches: Iterable[Tensor | None], rotation: Rotation, by: Communication) -> Tensor:
+        """As `prefill`, but for what it returns: the normalised rows of this rank's tokens, ``[B * T / W, hidden]``."""
+        residual = embedding(self.share.of(tokens.flatten(), 0), self.embedding)
+        rows = normalised(residual, self.gain, self.dimensions)
+        of_prompts = Rotation(*(each[: tokens.shape[1]] for each in rotation))
+        for layer, cache in zip(self.layers, caches, strict=True):
+            rows, residual = self._prefill(layer, rows, residual, cache=cache, rotation=of_prompts, by=by)
+        return rows
 
     def decode(
         self,
@@ -212,14 +236,14 @@ class Decoder(torch.nn.Module):
         """
         of_tokens = Rotation(*(each[positions] for each in rotation))
         step = Step(torch.arange(len(tokens), device=tokens.device), positions, of_tokens, mask)
-        residual = self.ends.embedding[tokens]
-        rows = normalised(residual, self.ends.gain, self.dimensions)
+        residual = embedding(tokens, self.embedding)
+        rows = normalised(residual, self.gain, self.dimensions)
         for layer, cache in zip(self.layers, caches, strict=True):
-            rows = self._decode(layer, rows, residual, cache=cache, step=step, by=by)
+            rows, residual = self._decode(layer, rows, residual, cache=cache, step=step, by=by)
         return self._logits(rows, by)
 
     def _logits(self, rows: Tensor, by: Communication) -> Tensor:
-        of_all = by.all_gather(rows @ self.ends.head).view(self.share.num_ranks, len(rows), -1)
+        of_all = by.all_gather(rows @ self.head).view(self.share.num_ranks, len(rows), -1)
         return of_all.transpose(0, 1).reshape(len(rows), -1)
 
 

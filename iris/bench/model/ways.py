@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import iris.distributed  # noqa: F401  # which registers the backend
 from iris import simulator
-from iris.bench.model.communication import Alone, ByTorch, Communication, Fused
+from iris.bench.model.communication import Alone, ByTorch, Communication, Fused, FusedOperators
 from iris.context import Iris
 
 FLOOR = "none"
@@ -40,6 +40,7 @@ WAYS = {
     "nccl compiled": Way(_by_the_vendor, compiled=True),
     "iris backend": Way(_by_the_backend),
     "iris fused": Way(Fused),
+    "iris fused compiled": Way(FusedOperators, compiled=True),
     FLOOR: Way(lambda ctx: Alone(ctx.num_ranks)),
 }
 

@@ -16,6 +16,20 @@ from iris.bench.model.dimensions import Dimensions, Share
 WEIGHTS, CACHE, ENDS = (1_000_000 * kind for kind in (1, 2, 3))
 
 
+def part_of(whole: Tensor, name: str, dimensions: Dimensions, share: Share) -> Tensor:
+    """A rank's part of a parameter, by its name, or of the parameter's gradient."""
+    d = dimensions
+    # Split one by one, as each rank has its heads of queries, of keys and of values.
+    columns = {
+        "qkv": [d.heads * d.head_dim, d.kv_heads * d.head_dim, d.kv_heads * d.head_dim],
+        "gate_up": [d.intermediate, d.intermediate],
+        "head": [d.vocabulary],
+    }
+    if name in columns:
+        return torch.cat([share.of(each, 1) for each in whole.split(columns[name], 1)], 1)
+    return share.of(whole, 0) if name in ("o", "down") else whole
+
+
 class Maker:
     """Makes parts of one model.
 
@@ -28,39 +42,47 @@ class Maker:
         self.dimensions, self.share = dimensions, share
         self._rounded, self.dtype, self.device = rounded, dtype, device
 
+    def of(
+        self, dimensions: Dimensions | None = None, share: Share | None = None, dtype: torch.dtype | None = None
+    ) -> "Maker":
+        """Makes the same with other dimensions, another share, or in another dtype."""
+        return Maker(
+            dimensions or self.dimensions, share or self.share, self._rounded, dtype or self.dtype, self.device
+        )
+
     def _random(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
-
-    def _matrix(self, generator: torch.Generator, rows: int, columns: int, split: int | None) -> Tensor:
-        """Such that a product has the size of what is multiplied; of this rank, if it is split along a dimension."""
-        matrix = torch.randn(rows, columns, generator=generator, device=self.device).mul_(rows**-0.5)
-        part = matrix if split is None else self.share.of(matrix, split)
-        return self._own(part)
 
     def _own(self, part: Tensor) -> Tensor:
         """As it is rounded, in memory of its own, so that nothing keeps the whole."""
         return part.to(self._rounded).to(self.dtype).clone(memory_format=torch.contiguous_format)
 
+    def _matrix(self, name: str, generator: torch.Generator, *shape: int) -> Tensor:
+        """Such that a product has the size of what is multiplied; of this rank."""
+        whole = torch.randn(shape, generator=generator, device=self.device).mul_(shape[0] ** -0.5)
+        return self._own(part_of(whole, name, self.dimensions, self.share))
+
     def _gain(self, generator: torch.Generator) -> Tensor:
-        gain = 1 + 0.1 * torch.randn(self.dimensions.hidden, generator=generator, device=self.device)
-        return self._own(gain)
+        return self._own(1 + 0.1 * torch.randn(self.dimensions.hidden, generator=generator, device=self.device))
 
     def layer(self, number: int) -> Layer:
         d, generator = self.dimensions, self._random(WEIGHTS + number)
-        # Split one by one, as each rank has its heads of queries, of keys and of values.
-        heads = [d.heads * d.head_dim, d.kv_heads * d.head_dim, d.kv_heads * d.head_dim]
-        qkv = torch.cat([self._matrix(generator, d.hidden, columns, 1) for columns in heads], 1)
-        o = self._matrix(generator, d.heads * d.head_dim, d.hidden, 0)
-        gate_up = torch.cat([self._matrix(generator, d.hidden, d.intermediate, 1) for _ in range(2)], 1)
-        down = self._matrix(generator, d.intermediate, d.hidden, 0)
-        weights = LayerWeights(qkv, o, gate_up, down, self._gain(generator), self._gain(generator))
+        of_heads = d.heads * d.head_dim
+        weights = LayerWeights(
+            qkv=self._matrix("qkv", generator, d.hidden, of_heads + 2 * d.kv_heads * d.head_dim),
+            o=self._matrix("o", generator, of_heads, d.hidden),
+            gate_up=self._matrix("gate_up", generator, d.hidden, 2 * d.intermediate),
+            down=self._matrix("down", generator, d.intermediate, d.hidden),
+            mlp_gain=self._gain(generator),
+            next_gain=self._gain(generator),
+        )
         return Layer(d, weights, self.share)
 
     def ends(self) -> Ends:
         d, generator = self.dimensions, self._random(ENDS)
         embedding = torch.randn(d.vocabulary, d.hidden, generator=generator, device=self.device)
-        gain, head = self._gain(generator), self._matrix(generator, d.hidden, d.vocabulary, 1)
-        return Ends(self._own(embedding), gain, head)
+        head = self._matrix("head", generator, d.hidden, d.vocabulary)
+        return Ends(self._own(embedding), self._gain(generator), head)
 
     def decoder(self) -> Decoder:
         return Decoder(self.dimensions, self.ends(), list(self._layers()), self.share)
