@@ -255,6 +255,9 @@ def test_tables_are_added_to_a_file(tmp_path):
      ("ccl --sms -1", "whole numbers from 0 on"), ("ops --shape 8x8", "3 whole numbers from 0 on, with 'x' between"),
      ("ops --dtype half", "'half' is not one of 'float16'"), ("ccl --dtype float8_e4m3fn", "is not one of 'float16'"),
      ("ccl --library nccl --sms 4", "in the simulator that is Gloo, which takes none"),
+     ("model --way gloo", "--way='gloo' is not possible; it takes one of 'nccl'"),
+     ("model -r 4", "--model tiny cannot be measured: 4 ranks cannot share its kv_heads, 6"),
+     ("model --prompts 3 --context 5", "cannot be measured: 2 ranks cannot share the 15 tokens of 3 prompts"),
      (f"ops --floors {__file__}", "is not JSON that can be read: "), ("ccl --floors /", "is a directory")],
 )  # fmt: skip
 def test_options_that_make_no_sense(command, words, monkeypatch):

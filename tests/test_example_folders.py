@@ -28,6 +28,7 @@ SIZES = {
     "15_ring_attention": (3, 9 * 12, 24) if EVERYTHING else (2, 6 * 12, 24),
     "16_moe_dispatch_combine": (13, 48, 12),
     "17_tensor_parallel_mlp": (13 * 6, 17 * 6, 44),
+    "18_tensor_parallel_decoder": (3, 6, 2),
 }
 BF16, FP32 = torch.bfloat16, torch.float32
 # Tensor cores by hand, which have no float32.
@@ -48,6 +49,17 @@ def test_example(ranks, folder, dtype):
     if dtype == FP32 and folder in HALF_PRECISION:
         dtype = torch.float16
     ranks.run(run_example, folder, SIZES[folder], dtype)
+
+
+def run_decoder(ctx, communication):
+    with imported("18_tensor_parallel_decoder") as example:
+        example.main(ctx, Workload(2, 6, 2, FP32, rounds=2), communication=communication)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("communication", ["nccl", pytest.param("iris", marks=pytest.mark.thorough)])
+def test_a_decoder_is_compared_with_others(ranks, communication):
+    ranks.run(run_decoder, communication)
 
 
 def few_numbers(ctx, folder, sizes):

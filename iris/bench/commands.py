@@ -164,6 +164,58 @@ def experts(
 
 
 @bench.command()
+@click.option("--model", help="llama-8b, llama-70b or tiny. If not given, the first, and in the simulator the last.")
+@click.option("--layers", type=click.IntRange(1), help="How many; all of the model's if not given.")
+@click.option("--mode", "modes", multiple=True, help="decode, prefill or train; if not given, the first two.")
+@click.option(
+    "--batch",
+    "batches",
+    type=Numbers(",", 1),
+    default="1,8,32,128",
+    show_default=True,
+    help="Sequences that a step of decoding has a token of.",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(1),
+    help="Tokens of a prompt, and of a sequence with a step's token; 1024 if not given, and in the simulator 12.",
+)
+@click.option("--prompts", type=click.IntRange(1), default=8, show_default=True, help="Of prefill, or a training step.")
+@click.option(
+    "--way",
+    "ways",
+    multiple=True,
+    help="How ranks communicate: nccl, 'iris backend' (of torch.distributed), 'iris fused' (ctx.ops), 'nccl compiled' "
+    "and 'iris fused compiled' (torch.compile), or none, the floor. All if not given; in the simulator nccl is Gloo.",
+)
+@click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV and JSON.")
+@NUM_RANKS
+def model(
+    model: str | None,
+    layers: int | None,
+    modes: tuple[str, ...],
+    batches: tuple[int, ...],
+    context: int | None,
+    prompts: int,
+    ways: tuple[str, ...],
+    dtype: str,
+    out: Path | None,
+    num_ranks: int | None,
+) -> None:
+    """A decoder whose weights are random and split among the ranks: steps of decoding, prompts, a training step.
+
+    Among ranks that it starts, or under torchrun. Logits and gradients are compared with those of one process.
+
+    Exit status 1 if a result is wrong, or a way fails.
+    """
+    requirements.check()
+    from iris.bench import model_command
+
+    model_command.run(model, layers, modes, batches, context, prompts, ways, dtype, out, num_ranks)
+
+
+@bench.command()
 @click.option("--groups", type=click.IntRange(1), default=8, show_default=True, help="Further groups of each kind.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON.")
 @NUM_RANKS

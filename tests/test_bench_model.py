@@ -1,0 +1,123 @@
+"""The benchmark of a decoder: each way of communicating gives what one process gives, and a wrong one is told."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from conftest import UNDER_TORCHRUN
+from covering import EVERYTHING
+
+from iris.__main__ import commands
+from iris.bench import model_command
+from iris.bench.model import measure
+from iris.bench.model.cases import Case
+from iris.bench.model.communication import Alone
+from iris.bench.model.decoder import rotations, visible
+from iris.bench.model.dimensions import MODELS, Share
+from iris.bench.model.ways import FLOOR, WAYS, Way
+from iris.bench.model.weights import Maker
+
+TINY = MODELS["tiny"]
+# Of those that are compiled the first call takes most of the time.
+ASKED = [name for name, way in WAYS.items() if EVERYTHING or not way.compiled]
+CASES = [Case("decode", 3, 5), Case("prefill", 4, 3), Case("train", 2, 6)]
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def measured(ctx, dtype, folder):
+    assert model_command.run_on_rank("tiny", TINY, CASES, tuple(ASKED), dtype, folder) == []
+
+
+@pytest.mark.ranks(1, 2, 3) if EVERYTHING else pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", DTYPES if EVERYTHING else ["bfloat16"])
+def test_each_way_gives_what_one_process_gives(ranks, dtype, tmp_path):
+    ranks.run(measured, dtype, tmp_path)
+    (file,) = tmp_path.glob("*.json")
+    written = json.loads(file.read_text())
+    assert written["num_ranks"] == ranks.num_ranks
+    rows = [measure.Row(**row) for row in written["rows"]]
+    assert [(row.mode, row.sequences, row.context, row.way) for row in rows] == [
+        (*case, way) for case in CASES for way in ASKED
+    ]
+    for row in rows:
+        assert (row.model, row.layers, row.dtype, row.reason) == ("tiny", TINY.layers, dtype, "")
+        compared = row.way != FLOOR or ranks.num_ranks == 1
+        assert (row.error is not None) == compared
+        assert row.error is None or row.error <= 2 * row.error_of_one + torch.finfo(DTYPES[dtype]).eps
+        tokens = {"decode": 3, "prefill": 12, "train": 12}[row.mode]
+        assert row.tokens_per_second == pytest.approx(1e6 * tokens / row.microseconds)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
+def test_the_command_starts_its_ranks(tmp_path):
+    what = "bench", "model", "--mode", "decode", "--batch", "1,2", "--way", "nccl", "--num-ranks", "3", "--layers", "1"
+    result = CliRunner().invoke(commands, [*what, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "model_tiny_3.json").read_text())
+    assert [(row["sequences"], row["layers"], row["way"]) for row in written["rows"]] == [
+        (1, 1, "nccl"),
+        (2, 1, "nccl"),
+    ]
+
+
+def without_communication(ctx):
+    ways = {"nccl": Way(lambda ctx: Alone(ctx.num_ranks)), "iris fused": Way(lambda ctx: None)}
+    usual = dict(WAYS)
+    WAYS.update(ways)
+    try:
+        return [row.reason for row in measure.measure(ctx, "tiny", TINY, CASES, list(ways), torch.float32)]
+    finally:
+        WAYS.update(usual)
+
+
+@pytest.mark.ranks(2)
+def test_a_wrong_result_and_a_failure_are_told(ranks):
+    for reasons in ranks.run(without_communication):
+        for wrong, failed in (reasons[i : i + 2] for i in range(0, 6, 2)):
+            assert "wrong result: an error of " in wrong and " is allowed" in wrong
+            assert failed.startswith("AttributeError: ")
+
+
+@pytest.fixture
+def one_thread():
+    """Of several, the first calls wait for each other on a machine that does other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("one_thread")
+def test_a_step_continues_prompts_of_different_lengths():
+    """One process: a token behind a prompt has the logits that it has as the prompt's last."""
+    maker = Maker(TINY, Share(), torch.float32, torch.float32, torch.device("cpu"))
+    decoder, length = maker.decoder(), 7
+    rotation, tokens = rotations(TINY, length, torch.float32, maker.device), torch.randint(96, (3, length))
+    alone, caches = Alone(), list(maker.empty_caches(3, length))
+    decoder.prefill(tokens, caches=caches, rotation=rotation, by=alone)
+    positions = torch.tensor([3, 6, 0])
+    last = tokens[torch.arange(3), positions]
+    mask = visible(positions, length, torch.float32)
+    for _ in range(2):  # the same token again in the same place
+        continued = decoder.decode(last, positions, caches=caches, rotation=rotation, by=alone, mask=mask)
+        for sequence, position in enumerate(positions.tolist()):
+            prompt = tokens[sequence : sequence + 1, : position + 1]
+            whole = decoder.prefill(prompt, caches=maker.empty_caches(1, length), rotation=rotation, by=alone)
+            assert torch.allclose(continued[sequence], whole[0], rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_have_parts_of_one_model():
+    whole, *parts = (
+        Maker(TINY, share, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+        for share in (Share(), Share(0, 2), Share(1, 2))
+    )
+    layer, (first, second) = whole.layer(1), (part.layer(1) for part in parts)
+    for name, dim in (("o", 0), ("down", 0)):
+        assert torch.equal(getattr(layer, name), torch.cat([getattr(first, name), getattr(second, name)], dim))
+    gates_and_ups = (part.gate_up.chunk(2, 1) for part in (first, second))
+    assert torch.equal(layer.gate_up, torch.cat([torch.cat(each, 1) for each in zip(*gates_and_ups, strict=True)], 1))
+    cache, *of_ranks = (next(maker.full_caches(2, 3)) for maker in (whole, *parts))
+    assert torch.equal(cache, torch.cat(of_ranks, 2))
