@@ -26,11 +26,10 @@ that what came with this dispatch has been read, so that the next one in this sl
 import triton
 import triton.language as tl
 
-from iris.experts.dispatch import PAIRS
+from iris.experts.numbering import load_sent_choices
 from iris.experts.routing import (
     chunk_of,
     has_bit,
-    load_choices,
     number_of_program,
     owner_bits,
     signal_all,
@@ -43,6 +42,8 @@ from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 
+# Weights that a program copies at a time.
+PAIRS = tl.constexpr(256)
 # Whether rows are multiplied: not at all, by weights that came with the dispatch, or by such as are given now.
 UNWEIGHTED, DISPATCHED, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -162,7 +163,7 @@ def receive_sums(ctx, slot, y, places, out, bias, first, last, WEIGHTS: tl.const
         token = some + tl.arange(0, EXTENTS.SUMS)
         own = tl.cast(rank, tl.int64) * EXTENTS.M + token
         rows, weights = places_of(slot, places, own, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-        bits = owner_bits(load_choices(slot.ids, own, token < last, EXTENTS), EXTENTS)
+        bits = owner_bits(load_sent_choices(slot, own, token < last, EXTENTS), EXTENTS)
         found = load_rows(y, rows, column, EXTENTS)
         for start in range(0, EXTENTS.H, EXTENTS.ADDED):
             columns = start + column
