@@ -27,6 +27,7 @@ from iris.ccl.functional import find, size_of
 from iris.errors import InvalidCollectiveError, InvalidGroupError
 from iris.operators.registration import LIBRARY, operator
 from iris.ops.call import WIDE
+from iris.ops.experts_functional import experts_mlp as experts_mlp
 from iris.ops.operations import OperationsContext
 
 
