@@ -26,6 +26,7 @@ from iris.ccl.functional import size_of
 from iris.errors import InvalidCollectiveError
 from iris.operators.registration import LIBRARY, operator
 from iris.ops.call import WIDE
+from iris.ops.experts_functional import experts_mlp as experts_mlp
 from iris.ops.named_ranks import context_named
 from iris.ops.norm_operators import all_reduce_rms_norm as all_reduce_rms_norm
 from iris.ops.norm_operators import all_reduce_rms_norm_by_row as all_reduce_rms_norm_by_row

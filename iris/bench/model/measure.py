@@ -17,7 +17,7 @@ from iris.bench.model.communication import Communication
 from iris.bench.model.decoder import Decoder, Ends
 from iris.bench.model.dimensions import Dimensions, Share
 from iris.bench.model.training import Trainer, compare_gradients
-from iris.bench.model.ways import FLOOR, WAYS, compiled
+from iris.bench.model.ways import FLOOR, WAYS
 from iris.bench.model.weights import Maker
 from iris.bench.ranks import failure, on_any_rank
 from iris.bench.repetitions import Repetitions
@@ -122,15 +122,19 @@ class _Called:
 
 
 class Decoders:
-    """One model, as it is and compiled, with the same weights."""
+    """One model, as it is and by each way to compile it, with the same weights."""
 
     def __init__(self, maker: Maker) -> None:
         self.plain = plain = maker.decoder()
         ends = Ends(plain.embedding, plain.gain, plain.head)
-        self._compiled = Decoder(maker.dimensions, ends, list(plain.layers), maker.share, compiled)
+        compilers = {way.compiled for way in WAYS.values() if way.compiled}
+        self._compiled = {
+            each: Decoder(maker.dimensions, ends, list(plain.layers), maker.share, each) for each in compilers
+        }
 
     def of(self, way: str) -> Decoder:
-        return self._compiled if WAYS[way].compiled else self.plain
+        compiler = WAYS[way].compiled
+        return self._compiled[compiler] if compiler else self.plain
 
 
 def measure(

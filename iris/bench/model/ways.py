@@ -11,15 +11,16 @@ import iris.distributed  # noqa: F401  # which registers the backend
 from iris import simulator
 from iris.bench.model.communication import Alone, ByTorch, Communication, Fused, FusedOperators
 from iris.context import Iris
+from iris.inductor import compile_options
 
 FLOOR = "none"
 
 
 class Way(NamedTuple):
-    """``communication``: made by all ranks together. ``compiled``: whether the layers go through torch.compile."""
+    """``communication``: made by all ranks together. ``compiled``: what compiles the methods of layers; None: nothing."""
 
     communication: Callable[[Iris], Communication]
-    compiled: bool = False
+    compiled: Callable[[Callable], Callable] | None = None
 
 
 def _by_the_vendor(ctx: Iris) -> Communication:
@@ -34,18 +35,24 @@ def _by_the_backend(ctx: Iris) -> Communication:
     return ByTorch(group)
 
 
-# The vendor's library is NCCL or RCCL on GPUs, Gloo in the simulator.
-WAYS = {
-    "nccl": Way(_by_the_vendor),
-    "nccl compiled": Way(_by_the_vendor, compiled=True),
-    "iris backend": Way(_by_the_backend),
-    "iris fused": Way(Fused),
-    "iris fused compiled": Way(FusedOperators, compiled=True),
-    FLOOR: Way(lambda ctx: Alone(ctx.num_ranks)),
-}
-
-
 def compiled(method: Callable) -> Callable:
     """By Inductor on GPUs. In the simulator, where it would take longer than all else, by no more than AOTAutograd."""
     backend = "aot_eager" if simulator.ACTIVE else "inductor"
     return functools.wraps(method)(torch.compile(method, fullgraph=True, dynamic=False, backend=backend))
+
+
+def accelerated(method: Callable) -> Callable:
+    """As `compiled`, with Iris' operators put into the graphs of Inductor."""
+    return functools.wraps(method)(torch.compile(method, fullgraph=True, dynamic=False, options=compile_options()))
+
+
+# The vendor's library is NCCL or RCCL on GPUs, Gloo in the simulator.
+WAYS = {
+    "nccl": Way(_by_the_vendor),
+    "nccl compiled": Way(_by_the_vendor, compiled=compiled),
+    "iris accelerate": Way(_by_the_vendor, compiled=accelerated),
+    "iris backend": Way(_by_the_backend),
+    "iris fused": Way(Fused),
+    "iris fused compiled": Way(FusedOperators, compiled=compiled),
+    FLOOR: Way(lambda ctx: Alone(ctx.num_ranks)),
+}
