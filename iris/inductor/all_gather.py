@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import value_of
-from iris.inductor.nodes import ancestors, args_of, aten, c10d, calls, waited
+from iris.inductor.nodes import ancestors, args_of, aten, c10d, calls, place_of, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import (
     Blocks,
@@ -125,7 +125,7 @@ def _replace(graph: Graph, wait: Node, found: dict[Node, Blocks | None], product
             wait.replace_all_uses_with(shaped_as(graph, rows, wait))
         if product.how is not None:
             result = swapped(graph, result, product.how)
-    result.meta = {**product.node.meta, "val": result.meta["val"]}
+    result.meta = {**place_of(product.node), "val": result.meta["val"]}
     product.node.replace_all_uses_with(result)
     erase_unused(graph, {product.node, *passed, gather})
 

@@ -5,7 +5,7 @@ from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import value_of
-from iris.inductor.nodes import args_of, aten, c10d, calls, only_user, reshaped_rows, waited
+from iris.inductor.nodes import args_of, aten, c10d, calls, only_user, place_of, reshaped_rows, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.ops.call import WIDE
 
@@ -55,7 +55,7 @@ def _replace(graph: Graph, node: Node, product: Node) -> None:
     with graph.inserting_before(product):
         given = (*product.args, None, name_of_process_group(group))
         total = graph.call_function(torch.ops.iris.matmul_all_reduce.default, given)
-    total.meta = dict(product.meta)
+    total.meta = {**place_of(product), "val": value_of(product)}
     product.replace_all_uses_with(total)
     wait = waited(node)
     assert wait is not None

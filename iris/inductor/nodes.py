@@ -57,3 +57,11 @@ def ancestors(node: Node, until: Node) -> set[Node]:
                 if each is not until:
                     open_.append(each)
     return found
+
+
+def place_of(node: Node) -> dict[str, Any]:
+    """What a node's ``meta`` tells of its place in the program, for the one that comes in its place.
+
+    The rest is of its operator and arguments: Inductor gives "eager_input_vals", say, to whatever operator is there.
+    """
+    return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}

@@ -7,7 +7,7 @@ from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import value_of
-from iris.inductor.nodes import args_of, aten, c10d, calls, reshaped_rows, waited
+from iris.inductor.nodes import args_of, aten, c10d, calls, place_of, reshaped_rows, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import (
     Blocks,
@@ -107,6 +107,6 @@ def _replace(graph: Graph, node: Node, given: Scattered) -> None:
         if op == "avg":
             result = call(graph, aten.div.Tensor, result, size)
         result = shaped_as(graph, result, wait)
-    result.meta = {**wait.meta, "val": result.meta["val"]}
+    result.meta = {**place_of(wait), "val": result.meta["val"]}
     wait.replace_all_uses_with(result)
     erase_unused(graph, {product, *given.passed, node, wait})

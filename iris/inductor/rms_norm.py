@@ -20,6 +20,7 @@ from iris.inductor.nodes import (
     c10d,
     calls,
     only_user,
+    place_of,
     reshaped_rows,
     users,
     waited,
@@ -186,9 +187,9 @@ def _between(first: Node, last: Node) -> list[Node]:
 
 def _put(graph: Graph, call: Node, replaced: tuple[Node, ...]) -> None:
     """Let the results of ``call`` be used where those nodes were."""
-    call.meta["val"] = tuple(value_of(each) for each in replaced)
+    call.meta = {**place_of(replaced[0]), "val": tuple(value_of(each) for each in replaced)}
     for index, node in enumerate(replaced):
         with graph.inserting_after(call):
             result = graph.call_function(operator.getitem, (call, index))
-        result.meta = dict(node.meta)
+        result.meta = {**place_of(node), "val": value_of(node)}
         node.replace_all_uses_with(result)

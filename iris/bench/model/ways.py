@@ -17,7 +17,7 @@ FLOOR = "none"
 
 
 class Way(NamedTuple):
-    """``communication``: made by all ranks together. ``compiled``: what compiles the methods of layers; None: nothing."""
+    """``communication``: made by all ranks together. ``compiled``: what compiles layers' methods, if anything does."""
 
     communication: Callable[[Iris], Communication]
     compiled: Callable[[Callable], Callable] | None = None
