@@ -16,13 +16,15 @@ from iris.inductor.nodes import ancestors, args_of, aten, c10d, calls, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import (
     Blocks,
+    ask_for_extents,
     between,
     call,
-    can_be_shaped_as,
     carriers,
     erase_unused,
     flattened,
-    shaped_as,
+    inner_extents,
+    rejoined,
+    shaped,
     swapped,
     used_only_by,
 )
@@ -43,8 +45,14 @@ class Product(NamedTuple):
 def fuse(graph: Graph, report: FusionReport) -> None:
     """Replace each gather and its largest product by one operator."""
     for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
+        shard, size, _ = args_of(node)
+        ask_for_extents(graph, node, shard, size, dim=0)
         wait = waited(node)
-        found = {} if wait is None else carriers(wait, args_of(node)[1])
+        found = {} if wait is None else carriers(wait, size)
+        for rows in found:
+            how = None if rows is wait else rejoined(rows, size)
+            if rows is wait or how is not None:
+                ask_for_extents(graph, rows, shard, size, dim=0 if how is None else how.joined)
         product = _largest(graph, found)
         kept = _kept(wait, found, product)
         report.append(Fusion(PATTERN, kept, where(node if product is None else product.node)))
@@ -89,8 +97,6 @@ def _kept(wait: Node | None, found: dict[Node, Blocks | None], product: Product 
         return "the other matrix depends on what is gathered"
     if product.how is not None and not product.how.known:
         return "the extents of several dimensions are not known before it runs"
-    if not _is_all_for(wait, found, product) and not can_be_shaped_as(wait):
-        return "the extents of several dimensions are not known before it runs, and the rows are used elsewhere"
     return None
 
 
@@ -122,7 +128,7 @@ def _replace(graph: Graph, wait: Node, found: dict[Node, Blocks | None], product
         else:
             both = call(graph, torch.ops.iris.all_gather_matmul_return_a.default, *arguments)
             result, rows = (call(graph, operator.getitem, both, number) for number in range(2))
-            wait.replace_all_uses_with(shaped_as(graph, rows, wait))
+            wait.replace_all_uses_with(shaped(graph, rows, [-1, *inner_extents(graph, input)]))
         if product.how is not None:
             result = swapped(graph, result, product.how)
     result.meta = {**product.node.meta, "val": result.meta["val"]}
