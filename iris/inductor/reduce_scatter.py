@@ -7,7 +7,7 @@ from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import value_of
-from iris.inductor.nodes import args_of, aten, c10d, calls, reshaped_rows, waited
+from iris.inductor.nodes import arguments, aten, c10d, calls, reshaped_rows, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import (
     Blocks,
@@ -50,18 +50,18 @@ def fuse(graph: Graph, report: FusionReport) -> None:
 
 
 def _scattered(node: Node) -> Scattered:
-    source, _, size, _ = args_of(node)
+    source, _, size, _ = arguments(node)
     passed: set[Node] = set()
     how, by_columns = None, False
     extents: list[Any] | None = known_extents(node)
     if extents is None and reshaped_rows(source):
         # A reshape is told its extents, of which the first is shared.
-        extents = [-1, *args_of(source)[1][1:]]
+        extents = [-1, *arguments(source)[1][1:]]
     while True:
         rearranged = rejoined(source, size) if how is None else None
         if reshaped_rows(source):
             passed.add(source)
-            source = args_of(source)[0]
+            source = arguments(source)[0]
         elif rearranged is not None and rearranged.joined == 0:
             passed |= {source, *between(rearranged.source)}
             shape = value_of(rearranged.source).shape
@@ -77,7 +77,7 @@ def _scattered(node: Node) -> Scattered:
 
 def _kept(node: Node, given: Scattered) -> str | None:
     """Why this reduce_scatter is not fused with what it adds up."""
-    op, wait, product = args_of(node)[1], waited(node), given.source
+    op, wait, product = arguments(node)[1], waited(node), given.source
     if op not in ("sum", "avg"):
         return f"the reduction is {op!r}"
     if calls(product, aten.addmm.default):
@@ -102,9 +102,9 @@ def _kept(node: Node, given: Scattered) -> str | None:
 
 
 def _replace(graph: Graph, node: Node, given: Scattered) -> None:
-    product, (_, op, size, group), wait = given.source, args_of(node), waited(node)
+    product, (_, op, size, group), wait = given.source, arguments(node), waited(node)
     assert wait is not None
-    a, b = args_of(product)
+    a, b = arguments(product)
     # What its extents are computed of is there.
     with graph.inserting_before(node):
         if given.how is not None:

@@ -12,7 +12,18 @@ from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import value_of, writes
-from iris.inductor.nodes import CONVERSIONS, ancestors, aten, c10d, calls, only_user, reshaped_rows, users, waited
+from iris.inductor.nodes import (
+    CONVERSIONS,
+    ancestors,
+    arguments,
+    aten,
+    c10d,
+    calls,
+    only_user,
+    reshaped_rows,
+    users,
+    waited,
+)
 from iris.inductor.operators import all_reduce_add_rms_norm
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.ops.call import WIDE
@@ -88,7 +99,7 @@ def _norm(x: Node) -> Norm | None:
 
 def _is_of_rows(mean: Node) -> bool:
     """Whether the mean is along the last dimension, which it keeps."""
-    _, dims, *keepdim = mean.args
+    _, dims, *keepdim = arguments(mean)
     return keepdim == [True] and list(dims) in ([-1], [value_of(mean).dim() - 1])
 
 
@@ -115,7 +126,7 @@ def _weighted(normalised: Node, eps: float) -> Norm | None:
 
 def _kept(total: Sum, norm: Norm) -> str | None:
     """Why these are not fused."""
-    input, op, _ = total.all_reduce.args
+    input, op, _ = arguments(total.all_reduce)
     tensors = [each for each in (input, norm.weight, norm.result, total.residual) if isinstance(each, Node)]
     others = [value_of(each).dtype for each in tensors if value_of(each).dtype not in WIDE]
     if op != "sum":
@@ -140,7 +151,7 @@ def _kept(total: Sum, norm: Norm) -> str | None:
 
 
 def _replace(graph: Graph, total: Sum, norm: Norm) -> None:
-    input, _, group = total.all_reduce.args
+    input, _, group = arguments(total.all_reduce)
     # What was reshaped behind the sum is reshaped before it.
     total.wait.replace_all_uses_with(input)
     graph.erase_node(total.wait)
@@ -149,19 +160,28 @@ def _replace(graph: Graph, total: Sum, norm: Norm) -> None:
     ranks, dtype = name_of_process_group(group), value_of(norm.result).dtype
     if total.residual is None:
         with graph.inserting_before(norm.result):
-            arguments = (a, norm.weight, None, norm.eps, ranks, None, dtype)
-            call = graph.call_function(torch.ops.iris.all_reduce_rms_norm.default, arguments)
+            given = (a, norm.weight, None, norm.eps, ranks, None, dtype)
+            call = graph.call_function(torch.ops.iris.all_reduce_rms_norm.default, given)
         _put(graph, call, (norm.result,))
-    else:
-        # A weight that is computed, as 1 + w is, may come behind the sum, whose users need the results before.
-        behind, place = ancestors(norm.weight, total.x) | {norm.weight}, total.x
-        while (place := place.next) is not norm.result:
-            if place in behind:
-                total.x.prepend(place)
-        with graph.inserting_before(total.x):
-            arguments = dict(a=a, weight=norm.weight, residual=total.residual, eps=norm.eps, ranks=ranks, dtype=dtype)
-            call = writes(graph, all_reduce_add_rms_norm, arguments)
-        _put(graph, call, (norm.result, total.x))
+        return
+    # A weight that is computed, as 1 + w is, may come behind the sum, whose users need the results before.
+    needed = ancestors(norm.weight, total.x) | {norm.weight}
+    for node in _between(total.x, norm.result):
+        if node in needed:
+            total.x.prepend(node)
+    with graph.inserting_before(total.x):
+        named = dict(a=a, weight=norm.weight, residual=total.residual, eps=norm.eps, ranks=ranks, dtype=dtype)
+        call = writes(graph, all_reduce_add_rms_norm, named)
+    _put(graph, call, (norm.result, total.x))
+
+
+def _between(first: Node, last: Node) -> list[Node]:
+    """The nodes behind ``first`` and before ``last`` in the graph's order."""
+    nodes, node = [], first.next
+    while node is not last:
+        nodes.append(node)
+        node = node.next
+    return nodes
 
 
 def _put(graph: Graph, call: Node, replaced: tuple[Node, ...]) -> None:

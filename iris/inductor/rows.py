@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from iris.compat.inductor import value_of
-from iris.inductor.nodes import args_of, aten, calls, reshaped_rows, users
+from iris.inductor.nodes import arguments, aten, calls, reshaped_rows, users
 
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
@@ -50,13 +50,13 @@ def rejoined(node: Any, size: int) -> Rejoined | None:
     """How ``node`` was made of ``size`` equal parts of another, if it is their join."""
     if not calls(node, aten.cat.default):
         return None
-    parts, dim = args_of(node)[0], _dim(node, 1)
+    parts, dim = arguments(node)[0], _dim(node, 1)
     if not parts or not all(calls(part, operator.getitem) for part in parts):
         return None
-    split = args_of(parts[0])[0]
-    if not calls(split, SPLITS) or [args_of(part) for part in parts] != [(split, number) for number in range(size)]:
+    split = arguments(parts[0])[0]
+    if not calls(split, SPLITS) or [arguments(part) for part in parts] != [(split, number) for number in range(size)]:
         return None
-    source, along = args_of(split)[0], _dim(split, 2)
+    source, along = arguments(split)[0], _dim(split, 2)
     extents, whole = [value_of(part).shape[along] for part in parts], value_of(source)
     if any(extent != extents[0] for extent in extents) or whole.shape[along] != size * extents[0]:
         return None
@@ -65,7 +65,7 @@ def rejoined(node: Any, size: int) -> Rejoined | None:
 
 def _dim(node: Node, place: int) -> int:
     """The dimension that an operator is given in this place, or by name, or not at all: then it is the first."""
-    args = args_of(node)
+    args = arguments(node)
     return args[place] if len(args) > place else cast(int, node.kwargs.get("dim", 0))
 
 
@@ -143,7 +143,7 @@ def inner_extents(graph: Graph, node: Node) -> list[Any]:
 def ask_for_extents(graph: Graph, rows: Node, shard: Node, size: int, dim: int) -> None:
     """Let what asks for an extent of ``rows``, ``size`` shards along ``dim``, ask for that of the shard."""
     for user in users(rows, aten.sym_size.int):
-        along = args_of(user)[1]
+        along = arguments(user)[1]
         with graph.inserting_before(user):
             extent = call(graph, aten.sym_size.int, shard, along)
             if along == dim:

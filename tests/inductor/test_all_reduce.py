@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.nn import functional as F
 
+from inductor.megatron import Sum, SumOfGradients
 from inductor.searched import FusionReport, compiled, expect
 
 M, K, N = 6, 16, 24
@@ -48,8 +49,7 @@ def compare_gradients(ctx):
     group, report = dist.new_group(backend="cuda:iris"), FusionReport()
 
     def mlp(x, up, down):
-        """Tensor parallel as Megatron has it: the gradient of what all ranks are given is a sum over them."""
-        return funcol.all_reduce(torch.tanh(SumsGradients.apply(x, group) @ up) @ down, "sum", group)
+        return Sum.apply(torch.tanh(SumOfGradients.apply(x, group) @ up) @ down, group)
 
     a, b, _ = values(ctx)
     results = []
@@ -60,17 +60,6 @@ def compare_gradients(ctx):
         results.append([out, *(each.grad for each in given)])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
     expect(report, {"product + all_reduce": 2})
-
-
-class SumsGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return funcol.all_reduce(gradient, "sum", ctx.group), None
 
 
 @pytest.mark.ranks(2)
