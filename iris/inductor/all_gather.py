@@ -12,17 +12,19 @@ from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import value_of
-from iris.inductor.nodes import ancestors, args_of, aten, c10d, calls, place_of, waited
+from iris.inductor.nodes import ancestors, arguments, aten, c10d, calls, place_of, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import (
     Blocks,
+    ask_for_extents,
     between,
     call,
-    can_be_shaped_as,
     carriers,
     erase_unused,
     flattened,
-    shaped_as,
+    inner_extents,
+    rejoined,
+    shaped,
     swapped,
     used_only_by,
 )
@@ -43,8 +45,14 @@ class Product(NamedTuple):
 def fuse(graph: Graph, report: FusionReport) -> None:
     """Replace each gather and its largest product by one operator."""
     for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
+        shard, size, _ = arguments(node)
+        ask_for_extents(graph, node, shard, size, dim=0)
         wait = waited(node)
-        found = {} if wait is None else carriers(wait, args_of(node)[1])
+        found = {} if wait is None else carriers(wait, size)
+        for rows in found:
+            how = None if rows is wait else rejoined(rows, size)
+            if rows is wait or how is not None:
+                ask_for_extents(graph, rows, shard, size, dim=0 if how is None else how.joined)
         product = _largest(graph, found)
         kept = _kept(wait, found, product)
         report.append(Fusion(PATTERN, kept, where(node if product is None else product.node)))
@@ -67,11 +75,11 @@ def _known(extent: Any) -> int:
 def _products(rows: Node, how: Blocks | None) -> list[Product]:
     found = []
     for user in rows.users:
-        if calls(user, aten.mm.default) and args_of(user)[0] is rows:
-            found.append(Product(user, args_of(user)[1], None, how))
-        elif calls(user, aten.addmm.default) and args_of(user)[1] is rows and not user.kwargs:
-            if value_of(args_of(user)[0]).dim() == 1:
-                found.append(Product(user, args_of(user)[2], args_of(user)[0], how))
+        if calls(user, aten.mm.default) and arguments(user)[0] is rows:
+            found.append(Product(user, arguments(user)[1], None, how))
+        elif calls(user, aten.addmm.default) and arguments(user)[1] is rows and not user.kwargs:
+            if value_of(arguments(user)[0]).dim() == 1:
+                found.append(Product(user, arguments(user)[2], arguments(user)[0], how))
     return found
 
 
@@ -89,8 +97,6 @@ def _kept(wait: Node | None, found: dict[Node, Blocks | None], product: Product 
         return "the other matrix depends on what is gathered"
     if product.how is not None and not product.how.known:
         return "the extents of several dimensions are not known before it runs"
-    if not _is_all_for(wait, found, product) and not can_be_shaped_as(wait):
-        return "the extents of several dimensions are not known before it runs, and the rows are used elsewhere"
     return None
 
 
@@ -106,7 +112,7 @@ def _passed(found: dict[Node, Blocks | None]) -> set[Node]:
 
 def _replace(graph: Graph, wait: Node, found: dict[Node, Blocks | None], product: Product) -> None:
     gather = wait.all_input_nodes[0]
-    input, _, group = args_of(gather)
+    input, _, group = arguments(gather)
     alone, place, passed = _is_all_for(wait, found, product), product.node, _passed(found)
     if not alone:
         # Others have the rows, maybe before the product. So it goes where they are there, and what it needs before it.
@@ -116,13 +122,13 @@ def _replace(graph: Graph, wait: Node, found: dict[Node, Blocks | None], product
         _bring_before(wait, product.node, needed)
         place = wait
     with graph.inserting_before(place):
-        arguments = (flattened(graph, input), product.b, product.bias, name_of_process_group(group))
+        operands = (flattened(graph, input), product.b, product.bias, name_of_process_group(group))
         if alone:
-            result = call(graph, torch.ops.iris.all_gather_matmul.default, *arguments)
+            result = call(graph, torch.ops.iris.all_gather_matmul.default, *operands)
         else:
-            both = call(graph, torch.ops.iris.all_gather_matmul_return_a.default, *arguments)
+            both = call(graph, torch.ops.iris.all_gather_matmul_return_a.default, *operands)
             result, rows = (call(graph, operator.getitem, both, number) for number in range(2))
-            wait.replace_all_uses_with(shaped_as(graph, rows, wait))
+            wait.replace_all_uses_with(shaped(graph, rows, [-1, *inner_extents(graph, input)]))
         if product.how is not None:
             result = swapped(graph, result, product.how)
     result.meta = {**place_of(product.node), "val": result.meta["val"]}

@@ -5,7 +5,7 @@ from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import value_of
-from iris.inductor.nodes import args_of, aten, c10d, calls, only_user, place_of, reshaped_rows, waited
+from iris.inductor.nodes import arguments, aten, c10d, calls, only_user, place_of, reshaped_rows, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.ops.call import WIDE
 
@@ -15,7 +15,7 @@ PATTERN = "product + all_reduce"
 def fuse(graph: Graph, report: FusionReport) -> None:
     """Replace each such product and sum by one operator, in the place of the product."""
     for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-        product = args_of(node)[0]
+        product = arguments(node)[0]
         while reshaped_rows(product):
             product = product.args[0]
         kept = _kept(node, product)
@@ -26,7 +26,7 @@ def fuse(graph: Graph, report: FusionReport) -> None:
 
 def _kept(node: Node, product: Node) -> str | None:
     """Why this all_reduce is not fused with what it sums."""
-    if args_of(node)[1] != "sum":
+    if arguments(node)[1] != "sum":
         return f"the reduction is {node.args[1]!r}"
     if not calls(product, aten.mm.default):
         what = f"the result of {product.target}" if product.op == "call_function" else "an input of the graph"
@@ -51,7 +51,7 @@ def _is_all_for(product: Node, node: Node) -> bool:
 
 
 def _replace(graph: Graph, node: Node, product: Node) -> None:
-    input, _, group = args_of(node)
+    input, _, group = arguments(node)
     with graph.inserting_before(product):
         given = (*product.args, None, name_of_process_group(group))
         total = graph.call_function(torch.ops.iris.matmul_all_reduce.default, given)

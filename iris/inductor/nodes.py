@@ -14,8 +14,8 @@ RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 CONVERSIONS = (torch.ops.prims.convert_element_type.default,)
 
 
-def args_of(node: Node) -> tuple[Any, ...]:
-    """What the operator of a node is given by position: nodes, numbers, lists of these."""
+def arguments(node: Node) -> tuple[Any, ...]:
+    """What a node's operator is called with: nodes, numbers and other constants."""
     return node.args
 
 
@@ -27,7 +27,7 @@ def calls(node: Any, targets: Any) -> TypeGuard[Node]:
 
 def reshaped_rows(node: Any) -> TypeGuard[Node]:
     """Whether this is a reshape that leaves rows, which lie along the last dimension, as they are."""
-    return calls(node, RESHAPES) and value_of(node).shape[-1:] == value_of(args_of(node)[0]).shape[-1:]
+    return calls(node, RESHAPES) and value_of(node).shape[-1:] == value_of(arguments(node)[0]).shape[-1:]
 
 
 def users(node: Node, targets: Any) -> list[Node]:

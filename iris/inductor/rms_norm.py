@@ -15,7 +15,7 @@ from iris.compat.inductor import value_of, writes
 from iris.inductor.nodes import (
     CONVERSIONS,
     ancestors,
-    args_of,
+    arguments,
     aten,
     c10d,
     calls,
@@ -100,7 +100,7 @@ def _norm(x: Node) -> Norm | None:
 
 def _is_of_rows(mean: Node) -> bool:
     """Whether the mean is along the last dimension, which it keeps."""
-    _, dims, *keepdim = args_of(mean)
+    _, dims, *keepdim = arguments(mean)
     return keepdim == [True] and list(dims) in ([-1], [value_of(mean).dim() - 1])
 
 
@@ -127,7 +127,7 @@ def _weighted(normalised: Node, eps: float) -> Norm | None:
 
 def _kept(total: Sum, norm: Norm) -> str | None:
     """Why these are not fused."""
-    input, op, _ = args_of(total.all_reduce)
+    input, op, _ = arguments(total.all_reduce)
     tensors = [each for each in (input, norm.weight, norm.result, total.residual) if isinstance(each, Node)]
     others = [value_of(each).dtype for each in tensors if value_of(each).dtype not in WIDE]
     if op != "sum":
@@ -152,7 +152,7 @@ def _kept(total: Sum, norm: Norm) -> str | None:
 
 
 def _replace(graph: Graph, total: Sum, norm: Norm) -> None:
-    input, _, group = args_of(total.all_reduce)
+    input, _, group = arguments(total.all_reduce)
     # What was reshaped behind the sum is reshaped before it.
     total.wait.replace_all_uses_with(input)
     graph.erase_node(total.wait)

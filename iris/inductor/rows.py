@@ -7,6 +7,7 @@ A fused operator takes and leaves rows by ranks, so that what it takes, or leave
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from iris.compat.inductor import value_of
-from iris.inductor.nodes import args_of, aten, calls, reshaped_rows, users
+from iris.inductor.nodes import arguments, aten, calls, reshaped_rows, users
 
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
@@ -49,23 +50,22 @@ def rejoined(node: Any, size: int) -> Rejoined | None:
     """How ``node`` was made of ``size`` equal parts of another, if it is their join."""
     if not calls(node, aten.cat.default):
         return None
-    parts, dim = args_of(node)[0], _dim(node, 1)
+    parts, dim = arguments(node)[0], _dim(node, 1)
     if not parts or not all(calls(part, operator.getitem) for part in parts):
         return None
-    split = args_of(parts[0])[0]
-    if not calls(split, SPLITS) or [args_of(part) for part in parts] != [(split, number) for number in range(size)]:
+    split = arguments(parts[0])[0]
+    if not calls(split, SPLITS) or [arguments(part) for part in parts] != [(split, number) for number in range(size)]:
         return None
-    source, along = args_of(split)[0], _dim(split, 2)
-    extents = {value_of(part).shape[along] for part in parts}
-    whole = value_of(source)
-    if len(extents) != 1 or whole.shape[along] != size * extents.pop():
+    source, along = arguments(split)[0], _dim(split, 2)
+    extents, whole = [value_of(part).shape[along] for part in parts], value_of(source)
+    if any(extent != extents[0] for extent in extents) or whole.shape[along] != size * extents[0]:
         return None
     return Rejoined(source, along % whole.dim(), dim % whole.dim())
 
 
 def _dim(node: Node, place: int) -> int:
     """The dimension that an operator is given in this place, or by name, or not at all: then it is the first."""
-    args = args_of(node)
+    args = arguments(node)
     return args[place] if len(args) > place else cast(int, node.kwargs.get("dim", 0))
 
 
@@ -123,16 +123,33 @@ def flattened(graph: Graph, rows: Node) -> Node:
     return rows if value.dim() == 2 else call(graph, aten.reshape.default, rows, [-1, value.shape[-1]])
 
 
-def shaped_as(graph: Graph, rows: Node, like: Node) -> Node:
-    """A matrix' rows in the shape of ``like``, of which the first extent alone may be unknown."""
-    shape = value_of(like).shape
-    return rows if len(shape) == 2 else call(graph, aten.view.default, rows, [-1, *shape[1:]])
+def shaped(graph: Graph, rows: Node, extents: Sequence[Any]) -> Node:
+    """A matrix' rows with these extents: numbers, of which one may be -1, or nodes."""
+    return rows if len(extents) == 2 else call(graph, aten.view.default, rows, list(extents))
 
 
-def can_be_shaped_as(like: Node) -> bool:
-    """Whether `shaped_as` can."""
-    shape = value_of(like).shape
-    return len(shape) == 2 or all(isinstance(extent, int) for extent in shape[1:])
+def known_extents(node: Node) -> list[int] | None:
+    """Those of a tensor, of which one may be unknown, and -1; None if more are."""
+    extents = [n if isinstance(n, int) else -1 for n in value_of(node).shape]
+    return extents if extents.count(-1) < 2 else None
+
+
+def inner_extents(graph: Graph, node: Node) -> list[Any]:
+    """Those of a tensor behind the first: numbers, or nodes for what is not known before it runs."""
+    extents = value_of(node).shape[1:]
+    return [n if isinstance(n, int) else call(graph, aten.sym_size.int, node, 1 + i) for i, n in enumerate(extents)]
+
+
+def ask_for_extents(graph: Graph, rows: Node, shard: Node, size: int, dim: int) -> None:
+    """Let what asks for an extent of ``rows``, ``size`` shards along ``dim``, ask for that of the shard."""
+    for user in users(rows, aten.sym_size.int):
+        along = arguments(user)[1]
+        with graph.inserting_before(user):
+            extent = call(graph, aten.sym_size.int, shard, along)
+            if along == dim:
+                extent = call(graph, operator.mul, extent, size)
+        user.replace_all_uses_with(extent)
+        graph.erase_node(user)
 
 
 def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
