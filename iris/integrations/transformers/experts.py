@@ -55,6 +55,7 @@ class IrisEP(EPImplementation):
                     "mesh of ranks in ascending order, as torch.distributed.init_device_mesh() does."
                 )
         self._experts, self._max_tokens = experts, max_tokens
+        self._usual = has_usual_form(experts)
         self._named: dict[tuple[int, torch.dtype], str] = {}
         # Those of one batch. Where they are those of the experts, too, one context is enough.
         self._sharers = Ranks((ep_mesh if self.shares_batch else tp_mesh).get_group())
@@ -70,19 +71,15 @@ class IrisEP(EPImplementation):
         if size == 1:
             return self._forward(x, ids, weights, experts)
         rank, sharers = self.tp_mesh.get_local_rank(), self._sharers.name(x.device)
-        own = self._forward(
-            take_share(x, rank, size, sharers),
-            take_share(ids, rank, size, sharers, fill=-1),
-            take_share(weights, rank, size, sharers),
-            experts,
-        )
-        return gather_shares(own, rank, tokens, sharers)
+        x, ids, weights = (take_share(each, rank, size, sharers) for each in (x, ids, weights))
+        return gather_shares(self._forward(x, ids, weights, experts), rank, size, tokens, sharers)
 
     def _forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: str) -> torch.Tensor:
         """Of tokens that no other rank has."""
-        module = self._experts
-        if has_usual_form(module, x.dtype) and not needs_gradient(x, weights, module.gate_up_proj, module.down_proj):
-            return experts_mlp(x, ids, weights, module.gate_up_proj, module.down_proj, experts)
+        if self._usual:
+            up, down = self._experts.gate_up_proj, self._experts.down_proj
+            if up.dtype == down.dtype == x.dtype and not needs_gradient(x, weights, up, down):
+                return experts_mlp(x, ids, weights, up, down, experts)
         rows, counts, offsets = functional.dispatch(x, ids, experts)
         # transformers' experts leave out rows of the expert behind the last one.
         number = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)

@@ -1,7 +1,8 @@
 """Where the ranks of a tensor parallel group hold the same batch: each takes a share of its tokens, and they gather.
 
-What they share, they have the same gradients of. So the gradient of taking a share is a gather, and that of the gather
-is taking a share.
+Shares lie by rank and are equal, but for the last tokens, of which a rank may have fewer, or none. What the ranks have
+in common, they have the same gradients of. So the gradient of taking a share is a gather, and that of a gather is
+taking a share.
 """
 
 from typing import Any
@@ -14,37 +15,48 @@ from iris.ccl import functional as collectives
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, rank: int, rows: int, ranks: str) -> torch.Tensor:
-        ctx.ranks = ranks
-        return whole[rank * rows : (rank + 1) * rows].clone()
+    def forward(ctx: Any, whole: torch.Tensor, rank: int, size: int, ranks: str) -> torch.Tensor:
+        ctx.size, ctx.tokens, ctx.ranks = size, whole.shape[0], ranks
+        return own_rows(whole, rank, size).clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
-        return collectives.all_gather(gradient.contiguous(), ctx.ranks), None, None, None
+        return gathered(gradient, ctx.size, ctx.tokens, ctx.ranks), None, None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: torch.Tensor, rank: int, ranks: str) -> torch.Tensor:
-        ctx.rank, ctx.rows = rank, share.shape[0]
-        return collectives.all_gather(share.contiguous(), ranks)
+    def forward(ctx: Any, share: torch.Tensor, rank: int, size: int, tokens: int, ranks: str) -> torch.Tensor:
+        ctx.rank, ctx.size = rank, size
+        return gathered(share, size, tokens, ranks)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
-        return gradient[ctx.rank * ctx.rows : (ctx.rank + 1) * ctx.rows].contiguous(), None, None
+        return own_rows(gradient, ctx.rank, ctx.size).contiguous(), None, None, None, None
 
 
 def share_size(tokens: int, size: int) -> int:
-    """Rows of a share, of as many on each of ``size`` ranks: at least one, so that ranks always gather something."""
+    """Rows of a share of ``size`` ranks; at least one, so that there is always something to gather."""
     return max(1, -(-tokens // size))
 
 
-def take_share(whole: torch.Tensor, rank: int, size: int, ranks: str, fill: int = 0) -> torch.Tensor:
-    """This rank's rows of ``[T, ...]``; behind the last of all, rows of ``fill``. Local; its gradient is collective."""
+def own_rows(whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     rows = share_size(whole.shape[0], size)
-    return _Take.apply(pad(whole, (0, 0, 0, rows * size - whole.shape[0]), value=fill), rank, rows, ranks)
+    return whole[rank * rows : (rank + 1) * rows]
 
 
-def gather_shares(share: torch.Tensor, rank: int, tokens: int, ranks: str) -> torch.Tensor:
-    """``[T, ...]`` of what each rank has made of its share. Collective."""
-    return _Gather.apply(share, rank, ranks)[:tokens]
+def gathered(share: torch.Tensor, size: int, tokens: int, ranks: str) -> torch.Tensor:
+    missing = share_size(tokens, size) - share.shape[0]
+    return collectives.all_gather(pad(share, (0, 0, 0, missing)) if missing else share.contiguous(), ranks)[:tokens]
+
+
+def take_share(whole: torch.Tensor, rank: int, size: int, ranks: str) -> torch.Tensor:
+    """This rank's rows of ``[T, ...]``. Local, but for its gradient, which is collective."""
+    if torch.is_grad_enabled() and whole.requires_grad:
+        return _Take.apply(whole, rank, size, ranks)
+    return own_rows(whole, rank, size)
+
+
+def gather_shares(share: torch.Tensor, rank: int, size: int, tokens: int, ranks: str) -> torch.Tensor:
+    """``[T, ...]`` of what each of ``size`` ranks has made of its share. Collective, and its gradient is local."""
+    return _Gather.apply(share, rank, size, tokens, ranks)

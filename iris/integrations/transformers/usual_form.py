@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from transformers.activations import ACT2FN
 
 # What transformers says of a class of experts (``use_experts_implementation``).
@@ -18,11 +17,10 @@ SILU = tuple({type(ACT2FN[name]) for name in ("silu", "swish")})
 GATES = "transformers.integrations.moe"
 
 
-def has_usual_form(experts: Any, dtype: torch.dtype) -> bool:
-    """Whether weights are ``gate_up_proj``, ``[E, 2 I, H]``, and ``down_proj``, ``[E, H, I]``, both of this dtype."""
+def has_usual_form(experts: Any) -> bool:
+    """Whether their weights are ``gate_up_proj``, ``[E, 2 I, H]``, the gate first, and ``down_proj``, ``[E, H, I]``."""
     return (
         all(getattr(experts, name, None) is value for name, value in USUAL.items())
         and isinstance(experts.act_fn, SILU)
         and type(experts)._apply_gate.__module__ == GATES
-        and experts.gate_up_proj.dtype == experts.down_proj.dtype == dtype
     )
