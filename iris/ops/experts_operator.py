@@ -1,6 +1,6 @@
 """`ctx.ops.experts_mlp` as an operator of ``torch.library``, which torch.compile keeps in its graphs. No gradients.
 
-    out = experts_mlp(x, topk_ids, topk_weights, w_up, w_down, iris.experts.functional.name_of(ep))
+out = experts_mlp(x, topk_ids, topk_weights, w_up, w_down, iris.experts.functional.name_of(ep))
 """
 
 from typing import Any, cast
@@ -23,9 +23,7 @@ def experts_mlp(
     Tensors are as `iris.ops.operations.Operations.experts_mlp` takes them, but for fp8.
     """
     ep, out = find(experts), _like(x, topk_ids, topk_weights, w_up, w_down, experts)
-    cast(OperationsContext, ep._calls.context).ops.experts_mlp(
-        out, x, topk_ids, topk_weights, w_up, w_down, experts=ep
-    )
+    cast(OperationsContext, ep._calls.context).ops.experts_mlp(out, x, topk_ids, topk_weights, w_up, w_down, experts=ep)
     return out
 
 

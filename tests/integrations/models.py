@@ -1,7 +1,7 @@
 """Small models of transformers with random weights, which no test downloads; and what is shared by tests of them."""
 
 import contextlib
-import functools
+import copy
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
@@ -10,12 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-transformers = pytest.importorskip("transformers", "5.24", reason="transformers is not installed, or older than 5.24")
+# Test modules have this module's names of it, so that they are skipped where it is missing.
+pytest.importorskip("transformers", "5.24", reason="transformers is not installed, or older than 5.24")
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import iris.distributed  # noqa: F401 (registers the backend)
 from iris.integrations.transformers import register
@@ -78,16 +82,66 @@ def registered(**options):
         register()
 
 
-def mesh_of(ctx, ranks, name, backend):
-    """A mesh of one dimension over ``ranks``, and its group, of this backend: collective over all ranks."""
-    group = dist.new_group(ranks, backend=backend)
-    return DeviceMesh.from_group(group, ctx.device.type, mesh_dim_names=(name,)) if ctx.cur_rank in ranks else None
+# Layers of experts ---------------------------------------------------------------------------------------------------
+
+H, INNER, K, EACH = 16, 8, 3, 2
+# Tokens of a batch at most.
+MOST = 8
 
 
-def alone(ctx, backend):
-    """The mesh of this rank alone."""
-    meshes = [mesh_of(ctx, [rank], "tp", backend) for rank in range(ctx.num_ranks)]
-    return next(mesh for mesh in meshes if mesh is not None)
+def experts_of(kind, size, dtype=torch.float32):
+    """Of so many ranks, with random weights. "usual": gated, by SiLU. "unusual": with biases, laid out otherwise."""
+    sizes = {"hidden_size": H, "intermediate_size": INNER, "num_local_experts": EACH * size, "num_experts_per_tok": K}
+    usual = kind == "usual"
+    config = (MixtralConfig if usual else GptOssConfig)(**sizes)
+    config._experts_implementation = "grouped_mm"
+    module = (MixtralExperts if usual else GptOssExperts)(config)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 4)
+    return module.to(dtype)
 
 
-close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+def inputs(round, number, size, tokens):
+    """Tokens, choices and weights of the batch of this number: some tokens make a choice twice."""
+    generator = torch.Generator().manual_seed(100 * round + number)
+    x = torch.randn(tokens, H, generator=generator)
+    ids = torch.rand(tokens, EACH * size, generator=generator).topk(K).indices
+    ids[::3, 2] = ids[::3, 0]
+    return x, ids, torch.rand(tokens, K, generator=generator)
+
+
+class Meshes:
+    """Of all ranks for the experts, and of those that share a batch: "shared", "different" or "mixed", by pairs."""
+
+    def __init__(self, ctx, batch, backend):
+        """``backend``: "iris", or None for torch's. Collective over all ranks."""
+        size, rank = ctx.num_ranks, ctx.cur_rank
+        self.device_type = ctx.device.type
+        sharers = {"shared": size, "different": 1, "mixed": 2}[batch]
+        self.number, self.batches = rank // sharers, range(size // sharers)
+        backend = backend and f"{ctx.device.type}:{backend}"
+        self.experts = self._mesh(dist.new_group(backend=backend), "ep")
+        parts = [range(first, first + sharers) for first in range(0, size, sharers)]
+        groups = [dist.new_group(list(part), backend=backend) for part in parts]
+        self.sharers = self._mesh(groups[self.number], "tp")
+
+    def _mesh(self, group, name):
+        return DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(name,))
+
+
+def share_out(experts, meshes):
+    """A copy of the experts of which each rank has its own, on ``ctx.experts``."""
+    model = torch.nn.Module()
+    model.experts = copy.deepcopy(experts)
+    plan = {f"experts.{name}": "grouped_gemm" for name, _ in experts.named_parameters()}
+    plan["experts"] = "ep_dispatch_experts"
+    apply_expert_parallelism(model, meshes.experts, meshes.sharers, plan, ep_implementation="iris")
+    return model.experts
+
+
+def close(got, expected, **options):
+    """GPUs may form products of float32 from fewer bits of each factor."""
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if got.is_cuda else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(got, expected, **tolerance, **options)

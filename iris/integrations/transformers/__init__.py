@@ -9,9 +9,9 @@
 Nothing else of Iris imports transformers.
 """
 
-from iris.integrations.transformers import requirements
+from iris.integrations import transformers_version
 
-requirements.check()
+transformers_version.check()
 
 from iris.integrations.transformers.experts import IrisEP  # noqa: E402 (behind the check)
 from iris.integrations.transformers.plan import tp_plan  # noqa: E402

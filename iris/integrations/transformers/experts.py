@@ -47,12 +47,12 @@ class IrisEP(EPImplementation):
         """Local. Raises `InvalidGroupError` where the mesh has its ranks in another order than their group."""
         super().__init__(experts, ep_mesh, tp_mesh)
         for mesh in (ep_mesh, tp_mesh):
-            group = mesh.get_group()
-            if mesh.size() != group.size() or mesh.get_local_rank() != group.rank():
+            number, rank = mesh.get_coordinate()[0], mesh.get_local_rank()
+            if number != rank:
                 raise InvalidGroupError(
-                    f"The mesh of the experts has this rank as number {mesh.get_local_rank()} of {mesh.size()}, and its "
-                    f"process group as {group.rank()} of {group.size()}. Experts lie by ranks of the group: make the "
-                    "mesh of ranks in ascending order, as torch.distributed.init_device_mesh() does."
+                    f"A mesh of the experts has this rank as number {number}, and its process group as {rank}. Experts "
+                    "lie by ranks of the group: make the mesh of ranks in ascending order, as "
+                    "torch.distributed.init_device_mesh() does."
                 )
         self._experts, self._max_tokens = experts, max_tokens
         self._usual = has_usual_form(experts)

@@ -82,8 +82,8 @@ def check(module: Any, mesh: Any, style: str, features: str) -> None:
     plain = {"iris_rowwise": "rowwise", "iris_colwise": "colwise"}[style]
     if not isinstance(module, torch.nn.Linear) or getattr(module, "_hf_quantized_needs_local_tp", False):
         raise InvalidCollectiveError(
-            f'"{style}" is for torch.nn.Linear that is not quantized, and the plan gives it to {type(module).__name__}. '
-            f'Give that "{plain}".'
+            f'"{style}" is for torch.nn.Linear that is not quantized, and the plan gives it to '
+            f'{type(module).__name__}. Give that "{plain}".'
         )
     if getattr(module, features) % mesh.size():
         raise InvalidCollectiveError(

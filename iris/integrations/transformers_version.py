@@ -1,4 +1,4 @@
-"""Which transformers this package can extend, checked before anything of it is imported."""
+"""Which transformers `iris.integrations.transformers` can extend, checked before anything of it is imported."""
 
 import importlib.metadata
 
@@ -9,7 +9,7 @@ OLDEST, TOO_NEW = (5, 24), (6,)
 
 
 def check() -> None:
-    """Raise `TransformersMissingError` unless there is a version that offers what this package registers."""
+    """Raise `TransformersMissingError` unless there is a version that offers what is registered there."""
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
