@@ -15,7 +15,14 @@ pytest.importorskip("transformers", "5.24", reason="transformers is not installe
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,  # noqa: F401 (for tests)
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -84,14 +91,14 @@ def registered(**options):
 
 # Layers of experts ---------------------------------------------------------------------------------------------------
 
-H, INNER, K, EACH = 16, 8, 3, 2
+H, K, EACH = 16, 3, 2
 # Tokens of a batch at most.
 MOST = 8
 
 
-def experts_of(kind, size, dtype=torch.float32):
+def experts_of(kind, size, hidden=H):
     """Of so many ranks, with random weights. "usual": gated, by SiLU. "unusual": with biases, laid out otherwise."""
-    sizes = {"hidden_size": H, "intermediate_size": INNER, "num_local_experts": EACH * size, "num_experts_per_tok": K}
+    sizes = {"hidden_size": hidden, "intermediate_size": hidden // 2, "num_local_experts": EACH * size}
     usual = kind == "usual"
     config = (MixtralConfig if usual else GptOssConfig)(**sizes)
     config._experts_implementation = "grouped_mm"
@@ -99,14 +106,14 @@ def experts_of(kind, size, dtype=torch.float32):
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter) / 4)
-    return module.to(dtype)
+            parameter.copy_(torch.randn_like(parameter) / hidden**0.5)
+    return module
 
 
-def inputs(round, number, size, tokens):
+def inputs(round, number, size, tokens, hidden=H):
     """Tokens, choices and weights of the batch of this number: some tokens make a choice twice."""
     generator = torch.Generator().manual_seed(100 * round + number)
-    x = torch.randn(tokens, H, generator=generator)
+    x = torch.randn(tokens, hidden, generator=generator)
     ids = torch.rand(tokens, EACH * size, generator=generator).topk(K).indices
     ids[::3, 2] = ids[::3, 0]
     return x, ids, torch.rand(tokens, K, generator=generator)
