@@ -118,7 +118,11 @@ def misuse(ctx):
     for style, module, told in (
         (FusedRowwiseParallel(), torch.nn.Linear(5, 4), '"iris_rowwise" is for in_features that 2 ranks can share'),
         (FusedColwiseParallel(), torch.nn.Linear(4, 7), '"iris_colwise" is for out_features that 2 ranks can share'),
-        (FusedRowwiseParallel(), torch.nn.Embedding(4, 4), 'not quantized, .* to Embedding. Give that "rowwise"'),
+        (
+            FusedRowwiseParallel(),
+            torch.nn.Embedding(4, 4),
+            'for torch.nn.Linear itself, .* to Embedding. Give that "rowwise"',
+        ),
     ):
         with pytest.raises(InvalidCollectiveError, match=told):
             style.install_forward(module, mesh)

@@ -54,7 +54,8 @@ class IrisEP(EPImplementation):
                     "lie by ranks of the group: make the mesh of ranks in ascending order, as "
                     "torch.distributed.init_device_mesh() does."
                 )
-        self._experts, self._max_tokens = experts, max_tokens
+        self._experts: Any = experts
+        self._max_tokens = max_tokens
         self._usual = has_usual_form(experts)
         self._named: dict[tuple[int, torch.dtype], str] = {}
         # Those of one batch. Where they are those of the experts, too, one context is enough.

@@ -28,7 +28,7 @@ def tp_plan(config: Any, auto_class: Any = AutoModelForCausalLM) -> dict[str, st
     linear = {
         replace_layer_number_by_wildcard(name)
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
+        if type(module) is torch.nn.Linear
     }
     fused = {"rowwise": "iris_rowwise", "colwise": "iris_colwise"}
     return {

@@ -80,10 +80,11 @@ class FusedColwiseParallel(ColwiseParallel):
 def check(module: Any, mesh: Any, style: str, features: str) -> None:
     """Raise unless the style is for this module."""
     plain = {"iris_rowwise": "rowwise", "iris_colwise": "colwise"}[style]
-    if not isinstance(module, torch.nn.Linear) or getattr(module, "_hf_quantized_needs_local_tp", False):
+    # Its subclasses may be quantized.
+    if type(module) is not torch.nn.Linear:
         raise InvalidCollectiveError(
-            f'"{style}" is for torch.nn.Linear that is not quantized, and the plan gives it to '
-            f'{type(module).__name__}. Give that "{plain}".'
+            f'"{style}" is for torch.nn.Linear itself, and the plan gives it to {type(module).__name__}. Give that '
+            f'"{plain}".'
         )
     if getattr(module, features) % mesh.size():
         raise InvalidCollectiveError(
