@@ -2,18 +2,21 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from integrations.models import EACH, MOST, H, Meshes, close, experts_of, inputs, registered, share_out
 from iris.errors import InvalidExpertsError, InvalidGroupError
 from iris.integrations.transformers import register
+from iris.integrations.transformers.groups import context_of
+from iris.integrations.transformers.usual_form import has_usual_form
 
 ROUNDS = 3
 
 
-def tokens_of(round, number):
-    """Another number each time, at times none."""
-    return (4 * round + 3 * number + 5) % MOST
+def tokens_of(round, number, shared):
+    """Another number each time, at times none; of a batch that is shared, once more than there was room for before."""
+    return (4 * round + 3 * number + 5) % MOST + (3 * MOST if shared and round == ROUNDS - 1 else 0)
 
 
 def layer(ctx, kind, batch, backend, trained, compiled):
@@ -21,16 +24,20 @@ def layer(ctx, kind, batch, backend, trained, compiled):
     with registered(max_tokens=MOST):
         own = share_out(experts, meshes)
     forward = own
+    tokens = [[tokens_of(round, number, batch == "shared") for number in meshes.batches] for round in range(ROUNDS)]
     if compiled:
-        # The first forward sets memory aside, which is no part of a graph.
-        with torch.no_grad():
-            own(*(each.to(ctx.device) for each in inputs(0, meshes.number, ctx.num_ranks, MOST)))
+        # First forwards set memory aside, which is no part of a graph.
+        for each in tokens:
+            given = inputs(0, meshes.number, ctx.num_ranks, each[meshes.number])
+            with torch.no_grad():
+                own(*(tensor.to(ctx.device) for tensor in given))
+        torch._dynamo.reset()  # of other tests' layers, which have the same code
         forward = torch.compile(own, fullgraph=True, backend="aot_eager", dynamic=True)
     for round in range(ROUNDS):
         found = []
         experts.zero_grad(), own.zero_grad()
         for each in meshes.batches:
-            given = inputs(round, each, ctx.num_ranks, tokens_of(round, each))
+            given = inputs(round, each, ctx.num_ranks, tokens[round][each])
             x, ids, weights = (tensor.to(ctx.device) for tensor in given)
             x.requires_grad_(trained), weights.requires_grad_(trained)
             out = experts(x, ids, weights)
@@ -76,6 +83,21 @@ def test_batches_that_some_ranks_share(ranks, trained):
     ranks.run(layer, "usual", "mixed", None, trained, False)
 
 
+def groups_come_and_go(ctx):
+    group = dist.new_group()
+    context = context_of(group, ctx.device)
+    assert context.num_ranks == ctx.num_ranks
+    assert context_of(group, ctx.device) is context
+    dist.destroy_process_group(group)
+    other = context_of(dist.new_group(), ctx.device)
+    assert other is not context and context.heap.closed
+
+
+@pytest.mark.ranks(2)
+def test_a_context_lives_as_long_as_its_group(ranks):
+    ranks.run(groups_come_and_go)
+
+
 def misuse(ctx):
     experts, meshes = experts_of("usual", ctx.num_ranks).to(ctx.device), Meshes(ctx, "different", None)
     with registered(max_tokens=MOST):
@@ -92,6 +114,23 @@ def misuse(ctx):
 @pytest.mark.ranks(2, exactly=True)
 def test_mistakes_are_told(ranks, mistaken):
     ranks.run(misuse)
+
+
+def test_which_experts_are_multiplied_by_iris():
+    """Those of gated products with SiLU, which is no question of their names."""
+    usual = experts_of("usual", 1)
+    assert has_usual_form(usual)
+    assert not has_usual_form(experts_of("unusual", 1))
+
+    class WithGateOfItsOwn(type(usual)):
+        def _apply_gate(self, x):
+            return x[:, ::2]
+
+    usual.__class__ = WithGateOfItsOwn
+    assert not has_usual_form(usual)
+    other = experts_of("usual", 1)
+    other.act_fn = torch.nn.GELU()
+    assert not has_usual_form(other)
 
 
 def test_a_bound_is_a_number_of_tokens():
