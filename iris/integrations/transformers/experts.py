@@ -4,9 +4,10 @@ A forward reads nothing back to the host, so it may be captured in a CUDA graph,
 set memory aside.
 
 1. Ranks with the same batch, those of a tensor parallel group, take a share of its tokens each (`shared_batch`).
-2. dispatch, the experts, combine. Without gradients, and where the experts are gated products with SiLU, they are one
-   operator, ``iris::experts_mlp``. Else transformers' own experts compute, on the rows that dispatch has brought: with
-   whatever weights, biases, gates and kernels they have (``experts_implementation``).
+2. dispatch, the experts, combine. Experts that are gated products with SiLU (`usual_form`) are one operator with these
+   where there are no gradients, ``iris::experts_mlp``; with gradients, in bf16, they are torch's grouped products. Else
+   transformers' own experts compute, on the rows that dispatch has brought: with whatever weights, biases, gates and
+   kernels they have (``experts_implementation``).
 3. The ranks of a tensor parallel group gather their shares.
 
 Room for tokens is what the ranks of the experts have agreed on, for none of them knows how many tokens another has.
@@ -23,7 +24,7 @@ from iris.errors import InvalidExpertsError, InvalidGroupError
 from iris.experts import ExpertParallel, ExpertsConfig, functional
 from iris.integrations.transformers.groups import Ranks, context_of
 from iris.integrations.transformers.shared_batch import gather_shares, share_size, take_share
-from iris.integrations.transformers.usual_form import has_usual_form
+from iris.integrations.transformers.usual_form import has_grouped_products, has_usual_form, products
 from iris.operators.graph_break import breaks_graph
 from iris.ops.experts_operator import experts_mlp
 
@@ -77,16 +78,21 @@ class IrisEP(EPImplementation):
 
     def _forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: str) -> torch.Tensor:
         """Of tokens that no other rank has."""
-        if self._usual:
+        usual = self._usual and self._experts.gate_up_proj.dtype == self._experts.down_proj.dtype == x.dtype
+        if usual:
             up, down = self._experts.gate_up_proj, self._experts.down_proj
-            if up.dtype == down.dtype == x.dtype and not needs_gradient(x, weights, up, down):
+            if not needs_gradient(x, weights, up, down):
                 return experts_mlp(x, ids, weights, up, down, experts)
-        rows, counts, offsets = functional.dispatch(x, ids, experts)
-        # transformers' experts leave out rows of the expert behind the last one.
-        number = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-        expert = torch.searchsorted(offsets[1:].contiguous(), number, right=True)
-        y = self.experts_forward(rows, expert[:, None], torch.ones_like(expert, dtype=x.dtype)[:, None])
-        return functional.combine(y.to(x.dtype), ids, weights, experts)
+        rows, _, offsets = functional.dispatch(x, ids, experts)
+        ends = offsets[1:].contiguous()
+        if usual and has_grouped_products(x.dtype):
+            y = products(rows, ends, up, down)
+        else:
+            # transformers' experts leave out rows of the expert behind the last one.
+            number = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+            expert = torch.searchsorted(ends, number, right=True)
+            y = self.experts_forward(rows, expert[:, None], torch.ones_like(expert, dtype=x.dtype)[:, None]).to(x.dtype)
+        return functional.combine(y, ids, weights, experts)
 
     def _room_for(self, tokens: int) -> int:
         """Tokens that memory is set aside for, where a rank has so many; the same on all ranks of the experts.
