@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from integrations.models import EACH, MOST, H, Meshes, close, experts_of, inputs, registered, share_out
+from integrations.models import EACH, MOST, H, Meshes, experts_of, inputs, near, registered, share_out
 from iris.errors import InvalidExpertsError, InvalidGroupError
 from iris.integrations.transformers import register
 from iris.integrations.transformers.groups import context_of
@@ -19,14 +19,6 @@ def tokens_of(round, number, shared):
     if round == ROUNDS - 1:
         return 3 * MOST + 1 if shared else 0
     return (4 * round + 3 * number + 5) % MOST
-
-
-def near(got, expected, dtype):
-    if dtype is torch.float32:
-        close(got, expected)
-    else:
-        error = torch.linalg.vector_norm(got.float() - expected)
-        assert error <= 0.02 * torch.linalg.vector_norm(expected), error.item()
 
 
 def layer(ctx, kind, batch, backend, trained, compiled, dtype):
