@@ -94,6 +94,7 @@ TEMPORARIES = {
     "experts/functional.py": {"_combine_back", "_dispatch", "_like_combine", "_like_dispatch"},
     "heap/mapping.py": {"peer", "snapshot"},
     "heap/symmetric.py": {"empty", "peer"},
+    "integrations/transformers/experts.py": {"_forward"},
     "ops/call.py": {"scales"},
     "ops/experts_mlp.py": {"scratch_of"},
     "ops/functional.py": {"_out", "_out_and_a", "_all_gather_matmul_return_a_back"},
