@@ -40,7 +40,6 @@ from iris.distributed.calls import (
     deal_out,
     exchange,
     flat,
-    keep_for,
     on_a_stream,
 )
 from iris.distributed.group import NAME, ProcessGroupBase
@@ -249,7 +248,7 @@ class ProcessGroup(ProcessGroupBase):
         def begin() -> EnqueuedWork:
             with torch.cuda.stream(stream):
                 enqueue()
-                keep_for(tensors, stream)
+                self.keep_for(tensors, stream)
                 return EnqueuedWork(tensors, device)
 
         before = self._connecting.get((call, peer))

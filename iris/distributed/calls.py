@@ -235,7 +235,7 @@ def _enqueue(
     # Parameters require gradients, and are written all the same.
     with torch.no_grad(), torch.cuda.stream(stream):
         outputs = method(group, ccl, *args, **kwargs)
-        keep_for(tensors, stream)
+        group.keep_for(tensors, stream)
         return EnqueuedWork(outputs, device)
 
 
@@ -246,13 +246,6 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
         elif isinstance(value, Tensor):
             yield value
-
-
-def keep_for(tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-    """Their memory is not given to others before the stream is done, though they may die before anyone waits for it."""
-    if stream is not None:
-        for tensor in tensors:
-            tensor.record_stream(stream)
 
 
 def flat(parts: Sequence[Tensor]) -> Tensor:
