@@ -71,6 +71,17 @@ class _Region:
         return [f"memory for tensors of a process group: {held.reserved} of {self.mapping.size} bytes taken"]
 
 
+class HandedOut(Life):
+    """That of a tensor of a pool, wherever its memory is."""
+
+    __slots__ = ()
+
+
+def is_handed_out(tensor: torch.Tensor) -> bool:
+    """Whether a pool made the tensor, or what it is a view of."""
+    return isinstance(getattr(tensor.untyped_storage(), "iris_owner", None), HandedOut)
+
+
 class Pool:
     """The memory of one rank for the tensors of a group; from torch where there is none.
 
@@ -118,7 +129,7 @@ class Pool:
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of ``[count]``, undefined. Local. In a capture the memory is torch's, which belongs to the graph."""
         if self._capturing():
-            return torch.empty(count, dtype=dtype, device=self._device)
+            return self._from_torch(count, dtype, HandedOut(0, deque(), self._capturing))
         size, text = count * dtype.itemsize, tensor_text((count,), dtype)
         with self._lock:
             self._bury()
@@ -135,16 +146,19 @@ class Pool:
                 self._refused = max(self._refused, room)
             else:
                 region.blocks[block.offset] = block
-        life = Life(number, self._deaths, self._capturing)
+        life = HandedOut(number, self._deaths, self._capturing)
         if region is None:
-            tensor = torch.empty(count, dtype=dtype, device=self._device)
-            tensor.untyped_storage().iris_owner = life
-            return tensor
+            return self._from_torch(count, dtype, life)
         mapping = region.mapping
         storage = mapping.storage(mapping.rank, block.offset, size, life)
         if observer.recorder is not None:
             observer.recorder.allocated(mapping.bases[mapping.rank] + block.offset, size, text, undefined=True)
         return torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, (count,))  # type: ignore[call-overload]
+
+    def _from_torch(self, count: int, dtype: torch.dtype, life: Life) -> torch.Tensor:
+        tensor = torch.empty(count, dtype=dtype, device=self._device)
+        tensor.untyped_storage().iris_owner = life
+        return tensor
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Let the work on ``stream`` so far, and until the tensor dies, hold back its memory, if that is of this pool.
