@@ -131,14 +131,14 @@ def place_of(ctx, queues, tensor, length, W: tl.constexpr):
 
 @jit
 def address_at(ctx, queues, place, ranks, W: tl.constexpr):
-    """The addresses, in this rank's space, of what lies at `place_of` the ``ranks``; int64 lanes."""
+    """The addresses, in this rank's space, of what lies at a `place_of` the ``ranks``, plus one; 0 for a 0. Lanes."""
     if queues.regions == 1:
-        address = tl.load(queues.heap_table + lanes(), mask=ranks, other=0) + place
+        base = tl.load(queues.heap_table + lanes(), mask=ranks, other=0)
     else:
-        row = queues.heap_table + (place >> REGION_BITS) * (W + 1)
-        within = place & WITHIN_REGION
-        address = tl.load(row + lanes(), mask=ranks, other=0) + within
-    return address
+        row = queues.heap_table + ((place - 1) >> REGION_BITS) * (W + 1)
+        base = tl.load(row + lanes(), mask=ranks & (place > 0), other=0)
+        place = tl.where(place > 0, ((place - 1) & WITHIN_REGION) + 1, 0)
+    return tl.where(ranks & (place > 0), base + place - 1, 0)
 
 
 @jit
@@ -169,8 +169,7 @@ def advertise_input(ctx, queues, words, tensor, length, calls, others, W: tl.con
 def resolve_inputs(ctx, queues, words, calls, others, W: tl.constexpr):
     """What all ranks `advertise_input`, or `permit`: an address each, 0 where it is not on the heap."""
     offset = ll_recv_places(words + lanes(), calls + lanes() * 0, others, ctx._record())
-    there = others & (offset > 0)
-    return tl.where(there, address_at(ctx, queues, offset - 1, there, W), 0)
+    return address_at(ctx, queues, offset, others, W)
 
 
 @jit
@@ -188,8 +187,7 @@ def resolve_output(ctx, queues, row, words, to, W: tl.constexpr):
     calls = tl.load(row + CALLS_TO + lanes(), mask=to, other=0) + 1
     offset = ll_recv_places(words + PLACES + lanes(), calls, to, ctx._record())
     store_after_sync(row + CALLS_TO + lanes(), calls, to)
-    there = to & (offset > 0)
-    return calls, tl.where(there, address_at(ctx, queues, offset - 1, there, W), 0)
+    return calls, address_at(ctx, queues, offset, to, W)
 
 
 @jit

@@ -114,8 +114,7 @@ def find_target(ctx, queues, words, nbytes, messages, receivers, W: tl.constexpr
     asked = recv_message_words(ctx, words, messages, receivers, ROW=ASKED)
     to = receivers & (asked == nbytes)
     offset = recv_message_words(ctx, words, messages, to, ROW=TARGETS)
-    there = to & (offset > 0)
-    return to, tl.where(there, address_at(ctx, queues, offset - 1, there, W), 0)
+    return to, address_at(ctx, queues, offset, to, W)
 
 
 @jit

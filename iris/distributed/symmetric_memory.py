@@ -62,9 +62,9 @@ class SymmetricMemory:
                 group, size if observer.recorder is None else observer.with_gaps(size), self._context.device
             )
         except (HeapTooLargeError, MappingError, PeerFailedError) as error:
-            # Of all ranks alike: what is there is used on, and the rest takes the way through staging.
+            # On all ranks alike. Tensors without room are torch's, and take the way through staging.
             self._grows = False
-            self._context.warning(f"Tensors of a process group get no more symmetric memory than they have: {error}")
+            self._context.warning(f"This process group's tensors get no more symmetric memory: {error}")
             return
         comm.add_region(region)
         self._pool.add(region)
