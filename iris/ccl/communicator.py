@@ -151,6 +151,7 @@ class Communicator:
         Collective, between the same calls on all ranks; blocks the host. The caller keeps the mapping for as long as
         any call may run. Launches in graphs that exist know nothing of it.
         """
+        assert self.regions < MOST_REGIONS
         row = [*mapping.bases, mapping.size]
         # What runs now reads other rows.
         keep(lambda: self.heap_table[self.regions].copy_(torch.tensor(row)), self.device)

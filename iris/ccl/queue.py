@@ -66,7 +66,7 @@ WORDS = tl.constexpr((8 + MESSAGES) * MAX_RANKS)
 
 # Of a region, 4 TiB; and how many regions there may be.
 REGION_BITS, WITHIN_REGION = tl.constexpr(42), tl.constexpr((1 << 42) - 1)
-MOST_REGIONS = 32
+MOST_REGIONS = 64
 
 NUM_SLOTS = tl.constexpr(SLOTS)
 HIGH, LOW = tl.constexpr("high"), tl.constexpr("low")

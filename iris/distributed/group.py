@@ -40,6 +40,7 @@ class ProcessGroupBase(dist.ProcessGroup):
         self.device_type = "cpu" if simulator.ACTIVE else "cuda"
         self._context: Iris | None = None
         self._memory: SymmetricMemory | None = None
+        self._windows = 0
         self._is_shut_down = False
         self._gloo: dist.ProcessGroup | None = None
         self._streams: dict[Any, torch.cuda.Stream | Stream] = {}
@@ -129,9 +130,13 @@ class ProcessGroupBase(dist.ProcessGroup):
                 f"The Iris backend of this group works on {self.device_type}, and was asked for a tensor on {device}. "
                 "Ask for it where supports_tensor_alloc() is True, and take torch.empty() elsewhere."
             )
+        return self.memory(device).empty(size, dtype)
+
+    def memory(self, device: torch.device) -> SymmetricMemory:
+        """What `allocate_tensor` hands out."""
         if self._memory is None:
             self._memory = SymmetricMemory(self.context(device, "allocate_tensor"))
-        return self._memory.empty(size, dtype)
+        return self._memory
 
     def keep_for(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
         """Their memory is not given to others before the stream is done, though they may die before."""

@@ -6,10 +6,10 @@ reach the memory (`iris.ccl.queue`).
 
 Each rank hands out its memory by itself (`iris.heap.pool`), and nothing depends on where a tensor lies: a tensor for
 which there was no room is torch's, and takes the way through staging. So all that ranks must agree on is when they get
-more memory, which takes a meeting on the host. They meet at each rank's call number 1, 2, 4, 8 and so on. Numbers of
-calls are what ranks have in common, as they are those of collectives; what is in use on a rank is not, since a tensor
-may live longer on one than on another. A training step makes the same calls again and again, so memory stops growing
-within the first few; of a million calls 20 meet.
+more memory, which takes a meeting on the host. They meet at each of the first 16 calls, and then at number 32, 64, 128
+and so on. Numbers of calls are what ranks have in common, as they are those of collectives; what is in use on a rank is
+not, since a tensor may live longer on one than on another. A training step makes the same calls again and again, so
+memory stops growing within the first few; of a million calls 31 meet.
 """
 
 import torch
@@ -22,6 +22,8 @@ from iris.heap.pool import Pool
 
 # What a region has at least, as drivers map so much at once ("CUDA Driver API", cuMemGetAllocationGranularity).
 SMALLEST = 2 << 20
+# So many calls all find room: a program that asks for a few tensors has them there.
+ALWAYS = 16
 
 
 class SymmetricMemory:
@@ -32,10 +34,10 @@ class SymmetricMemory:
         self._calls = 0
         # Over several hosts, or for one rank alone, nobody has a use for it.
         self._grows = context.num_hosts == 1 and context.num_ranks > 1
-        self.record_stream = self._pool.record_stream
+        self.record_stream, self.place_of, self.peer = self._pool.record_stream, self._pool.place_of, self._pool.peer
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of ``[count]``, undefined. In call number 1, 2, 4, ... the ranks meet on the host.
+        """A tensor of ``[count]``, undefined. In the first calls, and then in few, the ranks meet on the host.
 
         Raises
         ------
@@ -45,16 +47,16 @@ class SymmetricMemory:
         capturing = self._context.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self._grows and not capturing:
             self._calls += 1
-            if self._calls & (self._calls - 1) == 0:
-                self._grow(self._pool.lacking(count, dtype))
+            if self._calls <= ALWAYS or self._calls & (self._calls - 1) == 0:
+                self.grow(self._pool.lacking(count, dtype))
         return self._pool.empty(count, dtype)
 
-    def _grow(self, lacking: int) -> None:
+    def grow(self, lacking: int) -> None:
         """Get as much more memory as any rank lacks. Collective; blocks the host."""
         comm = self._context.ccl.communicator()
         group = comm.workspace.group
         size = max(group.all_gather(lacking, f"call {self._calls} of allocate_tensor() of a process group"))
-        if not size:
+        if not size or not self._grows:
             return
         size = max(size, SMALLEST)
         try:

@@ -152,13 +152,28 @@ class Pool:
         mapping = region.mapping
         storage = mapping.storage(mapping.rank, block.offset, size, life)
         if observer.recorder is not None:
-            observer.recorder.allocated(mapping.bases[mapping.rank] + block.offset, size, text, undefined=True)
+            # Undefined it is. But FSDP2 gives it to an operator that writes it and whose schema says that it reads it.
+            observer.recorder.allocated(mapping.bases[mapping.rank] + block.offset, size, text, undefined=False)
         return torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, (count,))  # type: ignore[call-overload]
 
     def _from_torch(self, count: int, dtype: torch.dtype, life: Life) -> torch.Tensor:
         tensor = torch.empty(count, dtype=dtype, device=self._device)
         tensor.untyped_storage().iris_owner = life
         return tensor
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The number of the region in which the tensor begins, and where; None if it is in none."""
+        address = tensor.data_ptr()
+        for number, region in enumerate(self._regions):
+            offset = address - region.mapping.bases[region.mapping.rank]
+            if is_handed_out(tensor) and 0 <= offset < region.mapping.size:
+                return number, offset
+        return None
+
+    def peer(self, tensor: torch.Tensor, rank: int, region: int, offset: int) -> torch.Tensor:
+        """A tensor like ``tensor``, which is contiguous, at that place of the rank's memory; it owns nothing there."""
+        storage = self._regions[region].mapping.storage(rank, offset, tensor.nbytes)
+        return torch.empty(0, dtype=tensor.dtype, device=self._device).set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Let the work on ``stream`` so far, and until the tensor dies, hold back its memory, if that is of this pool.

@@ -94,7 +94,7 @@ def calls(ctx, regions):
     gather(take(PIECE * size + 1)[1:])
     # Memory of the last tensors is used again, and not that of those which are alive.
     taken = {whole.data_ptr(), part.data_ptr()}
-    for count in range(6):
+    for _ in range(6):
         again = take(PIECE * size)
         assert again.data_ptr() not in taken
         gather(again)
