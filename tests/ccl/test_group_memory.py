@@ -111,7 +111,10 @@ def test_what_a_group_has_made_needs_no_staging(ranks, regions):
 
 
 def alone_and_elsewhere(ctx):
-    group = make_group(ctx, [ctx.cur_rank] if ctx.num_ranks == 1 else None)
+    group = [make_group(ctx, [rank]) for rank in range(ctx.num_ranks)][ctx.cur_rank]
+    alone = group.allocate_tensor(5, dtype=torch.int8, device=ctx.device)
+    assert alone.shape == (5,) and is_handed_out(alone)
+    group = make_group(ctx)
     empty = group.allocate_tensor(0, dtype=torch.int8, device=ctx.device)
     assert empty.shape == (0,) and empty.dtype == torch.int8
     assert not group.supports_tensor_alloc(torch.device("meta"))
@@ -120,7 +123,7 @@ def alone_and_elsewhere(ctx):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_small_groups_and_other_devices(ranks):
     ranks.run(alone_and_elsewhere)
 
@@ -142,12 +145,13 @@ def test_ranks_that_make_other_calls_are_told(ranks, mistaken):
     ranks.run(out_of_step)
 
 
-WIDTH, ROWS, STEPS = 130, 3, 3
+# A layer of float32 is gathered from pieces of more than 64 KiB, which go straight to their places.
+WIDTH, ROWS, STEPS = 190, 3, 3
 
 
 def model(ctx, dtype=None):
     torch.manual_seed(5)
-    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     return torch.nn.Sequential(*layers).to(ctx.device)
 
 
@@ -207,8 +211,11 @@ def fsdp(ctx, shape, factor, dtype):
         torch.testing.assert_close(mine.grad.full_tensor(), reference.grad, **near)
     group = mesh.get_group("shard" if len(shape) > 1 else 0)
     memory = group._memory
+    if len(shape) > 1:
+        assert memory._pool.size > 0
+        return
     before = memory._pool.size
-    assert before > 0 and memory._calls >= 9 * STEPS  # of each layer: once gathered, and summed up from one to another
+    assert before > 0 and memory._calls >= 6 * STEPS  # of each layer: once gathered, and summed up from one to another
     train(ctx, network, slice(ROWS * ctx.cur_rank, ROWS * (ctx.cur_rank + 1)))
     # Later steps fit in what the first ones needed.
     assert memory._pool.size == before
