@@ -95,6 +95,7 @@ TEMPORARIES = {
     "heap/mapping.py": {"peer", "snapshot"},
     "heap/symmetric.py": {"empty", "peer"},
     "ops/call.py": {"scales"},
+    "ops/experts_functional.py": {"_backward", "_like", "_like_backward", "experts_mlp", "multiply"},
     "ops/experts_mlp.py": {"scratch_of"},
     "ops/functional.py": {"_out", "_rows_like", "_sums_like", "_scales_like"},
     "ops/grouped/launch.py": {"_new"},

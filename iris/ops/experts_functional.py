@@ -57,9 +57,19 @@ def experts_mlp(
     """
     ep = exchange.find(experts)
     out = x.new_empty(x.shape[0], ep.hidden, dtype=ep.dtype)
-    scales = {"x_scales": x_scales, "scale_up": scale_up, "scale_down": scale_down}
     cast(OperationsContext, ep._calls.context).ops.experts_mlp(
-        out, x, topk_ids, topk_weights, w_up, w_down, activation, experts=ep, overlap=overlap, **scales
+        out,
+        x,
+        topk_ids,
+        topk_weights,
+        w_up,
+        w_down,
+        activation,
+        experts=ep,
+        x_scales=x_scales,
+        scale_up=scale_up,
+        scale_down=scale_down,
+        overlap=overlap,
     )
     return out
 
