@@ -96,6 +96,7 @@ TEMPORARIES = {
     "heap/symmetric.py": {"empty", "peer"},
     "integrations/transformers/experts.py": {"_forward"},
     "ops/call.py": {"scales"},
+    "ops/experts_functional.py": {"_backward", "_like", "_like_backward", "experts_mlp", "multiply"},
     "ops/experts_mlp.py": {"scratch_of"},
     "ops/functional.py": {"_out", "_out_and_a", "_all_gather_matmul_return_a_back"},
     "ops/grouped/launch.py": {"_new"},

@@ -21,7 +21,7 @@ NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 QUANTIZE = {None: NOT.value, "fp8_row": BY_ROW.value, "fp8_block128": BY_BLOCK.value}
 # Elements of a row of fp8 are a multiple of these: 16 bytes.
 NARROW_MULTIPLE = 16
-# A program compares a token's choices with all experts: blocks of Triton have up to 2^20 elements.
+# A program has a number for each expert in its registers, and compares a token's choices with each other.
 MOST_EXPERTS, MOST_CHOICES = 4096, 128
 # Rows and pairs are numbered by int32.
 MOST_ROWS = (1 << 31) - 1

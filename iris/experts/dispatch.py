@@ -119,7 +119,7 @@ def turn_of(turn, tokens, rank, program, EXTENTS: tl.constexpr):
 @triton.jit
 def words_of_turn(slot, turn, tokens, rank, program, EXTENTS: tl.constexpr):
     """What the rank has sent of its tokens."""
-    source, first, last = turn_of(turn, tokens, rank, program, EXTENTS)
+    source, first, last = turn_of(turn, tokens, rank, program, EXTENTS=EXTENTS)
     token = first + tl.arange(0, EXTENTS.STEP)
     return load_words(slot, tl.cast(source, tl.int64) * EXTENTS.M + token, token < last, EXTENTS)
 
@@ -133,7 +133,7 @@ def place_step(
     ``word``: what it has sent of them. ``start``: of `rows_of`.
     """
     k, token = choices(EXTENTS), first + tl.arange(0, EXTENTS.STEP)
-    place = rows_of(word, start, source, rank, EXTENTS)
+    place = rows_of(word, start, source=source, rank=rank, EXTENTS=EXTENTS)
     at = (tl.cast(source, tl.int64) * EXTENTS.M + token)[:, None] * EXTENTS.K + k[None, :]
     tl.store(layout.places + at, place, mask=(token < last)[:, None] & (k < EXTENTS.K)[None, :])
     if FORM.MOVES:
@@ -182,7 +182,7 @@ def receive(
     # Programs before this one have tokens if it has; the first writes what there is of all.
     if (program < most) | (program == 0):
         # Of the first turn, under way while tallies are added up.
-        later = words_of_turn(slot, 0, tokens, rank, program, EXTENTS)
+        later = words_of_turn(slot, 0, tokens=tokens, rank=rank, program=program, EXTENTS=EXTENTS)
         before, whole = add_tallies(slot, tokens, program, EXTENTS)
         total = tl.sum(whole, axis=0)
         begin, end = first_rows(total, alignment, EXTENTS)
@@ -192,10 +192,10 @@ def receive(
         # Of each rank's ``sent``; those of the call before are below the first of this one.
         seen = tl.zeros_like(ranks) + call * EXTENTS.STEPS
         for turn in range(steps * EXTENTS.W):
-            source, first, last = turn_of(turn, tokens, rank, program, EXTENTS)
+            source, first, last = turn_of(turn, tokens, rank, program, EXTENTS=EXTENTS)
             word = later
             # Of the next turn, under way while rows are copied.
-            later = words_of_turn(slot, turn + 1, tokens, rank, program, EXTENTS)
+            later = words_of_turn(slot, turn + 1, tokens=tokens, rank=rank, program=program, EXTENTS=EXTENTS)
             if first < last:
                 # Own rows have not gone anywhere, unless they were divided.
                 if FORM.MOVES & ((source != rank) | DIVIDED):

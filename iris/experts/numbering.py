@@ -92,10 +92,10 @@ def add_tallies(slot, tokens, until, EXTENTS: tl.constexpr):
         early = tl.zeros((TALLIES, LOCALS), dtype=tl.int32)
         every = tl.zeros((TALLIES, LOCALS), dtype=tl.int32)
         # The next ones are under way while these are added.
-        later = load_tallies(slot, source, 0, senders, EXTENTS)
+        later = load_tallies(slot, source, 0, senders, EXTENTS=EXTENTS)
         for begin in range(0, senders, TALLIES):
             tally = later
-            later = load_tallies(slot, source, begin + TALLIES, senders, EXTENTS)
+            later = load_tallies(slot, source, begin + TALLIES, senders, EXTENTS=EXTENTS)
             early += tl.where((begin + line < until)[:, None], tally, 0)
             every += tally
         is_source = (rank == source)[:, None]

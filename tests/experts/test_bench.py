@@ -1,7 +1,9 @@
 """The benchmark of dispatch and combine: who is measured, and that a wrong result is noticed."""
 
 import json
+import runpy
 from importlib.util import find_spec
+from pathlib import Path
 
 import click
 import pytest
@@ -96,3 +98,12 @@ def test_pictures_are_of_several_numbers_of_tokens(tmp_path):
     assert plots.draw_experts(tmp_path, "experts_2", rows[:2]) == []
     (file,) = plots.draw_experts(tmp_path, "experts_2", rows)
     assert "iris compact" in file.read_text() and file.name == "experts_2.svg"
+
+
+def test_the_benchmark_of_the_kernel_alone(tmp_path):
+    """It compares places: of more tokens of a program than it numbers at a time, and more programs than it adds up."""
+    main = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "experts_dispatch.py"))["main"]
+    file = tmp_path / "figures.json"
+    main.callback(1, [140], 16, 1024, 3, 4, ["routing"], file)
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["tokens"] == 140 and all(time > 0 for time in row["us"].values())
