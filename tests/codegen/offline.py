@@ -1,5 +1,6 @@
 """Compiling a kernel for a GPU that is not there, with the argument specialisation of a real launch."""
 
+import functools
 import itertools
 import re
 import tempfile
@@ -9,6 +10,7 @@ import triton
 from covering import EVERYTHING
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.tools.disasm import get_sass
 
 from codegen.barrier_memory import used_otherwise
 
@@ -92,8 +94,8 @@ class OfflineDriver(DriverBase):
 class Compiled:
     """A kernel's generated code: ``text`` in the target's assembly, ``ttgir`` before that; bytes of shared memory."""
 
-    def __init__(self, compiled, assembled):
-        self._assembled = assembled
+    def __init__(self, compiled):
+        self._compiled = compiled
         self.text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
         self.ttgir = compiled.asm["ttgir"]
         self.is_ptx = "ptx" in compiled.asm
@@ -101,7 +103,8 @@ class Compiled:
 
     def instructions(self):
         """Those that an NVIDIA GPU runs, in their order: its own assembler moves what PTX has."""
-        return [line for line in self._assembled().asm["sass"].splitlines() if line.rstrip().endswith(";")]
+        text = self._compiled.asm["sass"] if self._compiled.asm["cubin"] else _disassembled(self._compiled.hash)
+        return [line for line in text.splitlines() if line.rstrip().endswith(";")]
 
     def operations(self):
         """The memory operations, fences and block barriers, in the order of the text."""
@@ -117,15 +120,13 @@ def compile_for(target, kernel, *args, **options):
     does not take the code. In `make test` that, most of the time for NVIDIA, runs for `Compiled.instructions` alone.
     """
     if EVERYTHING:
-        whole = _compiled(target, kernel, args, options)
-        return Compiled(whole, lambda: whole)
-    text = _not_assembled(target, kernel, args, options)
-    return Compiled(text, lambda: _compiled(target, kernel, args, options))
+        return Compiled(_compiled(target, kernel, args, options))
+    return Compiled(_not_assembled(target, kernel, args, options))
 
 
 def assembly_for(target, kernel, *args, **options):
     """The text of `compile_for` alone; the vendor's assembler does not run."""
-    return Compiled(_not_assembled(target, kernel, args, options), None).text
+    return Compiled(_not_assembled(target, kernel, args, options)).text
 
 
 def _compiled(target, kernel, args, options):
@@ -139,17 +140,30 @@ def _compiled(target, kernel, args, options):
 
 # Of compilations that end before the assembler. In Triton's own cache they would be taken for whole ones.
 CACHE = tempfile.TemporaryDirectory()
+# What would have assembled them, by their hashes.
+_assemblers = {}
 
 
 def _not_assembled(target, kernel, args, options):
     # Triton's own scope: in 3.6, to delete a knob's value, as mock.patch does at its end, leaves it set.
     with triton.knobs.cache.scope(), triton.knobs.runtime.scope():
         triton.knobs.cache.dir = CACHE.name
-        triton.knobs.runtime.add_stages_inspection_hook = _without_binary
+        triton.knobs.runtime.add_stages_inspection_hook = _put_off_assembler
         return _compiled(target, kernel, args, options)
 
 
-def _without_binary(backend=None, stages=None, *_):
+def _put_off_assembler(backend=None, stages=None, *_):
     if backend is None:  # newer versions of Triton ask for a part of the cache's key
         return "", ""
-    stages[backend.binary_ext] = lambda text, metadata: b""
+    assemble = stages[backend.binary_ext]
+
+    def put_off(text, metadata):
+        _assemblers[metadata["hash"]] = functools.partial(assemble, text, dict(metadata))
+        return b""
+
+    stages[backend.binary_ext] = put_off
+
+
+@functools.cache
+def _disassembled(compiled_hash):
+    return get_sass(_assemblers[compiled_hash]())
