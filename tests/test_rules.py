@@ -94,6 +94,7 @@ TEMPORARIES = {
     "experts/functional.py": {"_combine_back", "_dispatch", "_like_combine", "_like_dispatch"},
     "heap/mapping.py": {"peer", "snapshot"},
     "heap/symmetric.py": {"empty", "peer"},
+    "inductor/operators.py": {None, "all_reduce_add_rms_norm"},
     "integrations/transformers/experts.py": {"_forward"},
     "ops/call.py": {"scales"},
     "ops/experts_functional.py": {"_backward", "_like", "_like_backward", "experts_mlp", "multiply"},
