@@ -59,7 +59,8 @@ def compare(ctx, group, tokens=(3, 3, 3), dynamic=False, **options):
     fusion_report().clear()
     # Inductor takes no mode beside options.
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, options=compile_options() | options)
-    with torch.no_grad():
+    # Of a graph from the cache the report says nothing.
+    with torch.no_grad(), torch.compiler.config.patch(force_disable_caches=True):
         for turn, count in enumerate(tokens):
             x = torch.randn(count, H, generator=torch.Generator().manual_seed(turn)).to(ctx.device)
             torch.compiler.cudagraph_mark_step_begin()
