@@ -26,7 +26,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def measured(ctx, dtype, folder):
-    assert model_command.run_on_rank("tiny", TINY, CASES, tuple(ASKED), dtype, folder) == []
+    wrong = model_command.run_on_rank("tiny", TINY, CASES, tuple(ASKED), dtype, folder)
+    assert not wrong, wrong
 
 
 @pytest.mark.ranks(1, 2, 3) if EVERYTHING else pytest.mark.ranks(2)

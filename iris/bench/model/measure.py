@@ -149,6 +149,8 @@ def measure(
         found = _side_by_side(ctx, (Training if case.mode == "train" else Inference)(ctx, case, maker, decoders), by)
         ctx.ops.close()
         ctx.ccl.release_graphs()
+        # Of what it has compiled for this case: it compiles a function for a few cases only, and then refuses.
+        torch.compiler.reset()
         ctx.barrier()
         for way, (spent, errors, reason) in found.items():
             speed = None if spent is None else 1e6 * case.tokens / spent
