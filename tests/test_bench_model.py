@@ -9,7 +9,7 @@ from conftest import UNDER_TORCHRUN
 from covering import EVERYTHING
 
 from iris.__main__ import commands
-from iris.bench import model_command
+from iris.bench import model_command, plots
 from iris.bench.model import measure
 from iris.bench.model.cases import Case
 from iris.bench.model.communication import Alone
@@ -35,6 +35,7 @@ def measured(ctx, dtype, folder):
 def test_each_way_gives_what_one_process_gives(ranks, dtype, tmp_path):
     ranks.run(measured, dtype, tmp_path)
     (file,) = tmp_path.glob("*.json")
+    assert file.with_suffix(".csv").exists()
     written = json.loads(file.read_text())
     assert written["num_ranks"] == ranks.num_ranks
     rows = [measure.Row(**row) for row in written["rows"]]
@@ -122,3 +123,16 @@ def test_ranks_have_parts_of_one_model():
     assert torch.equal(layer.gate_up, torch.cat([torch.cat(each, 1) for each in zip(*gates_and_ups, strict=True)], 1))
     cache, *of_ranks = (next(maker.full_caches(2, 3)) for maker in (whole, *parts))
     assert torch.equal(cache, torch.cat(of_ranks, 2))
+
+
+def test_a_picture_compares_ways_with_the_first(tmp_path):
+    pytest.importorskip("matplotlib")
+    of = {"model": "tiny", "layers": 2, "context": 12, "dtype": "bfloat16", "tokens_per_second": None}
+    rows = [
+        measure.Row(mode=mode, sequences=sequences, way=way, microseconds=spent, error=None, error_of_one=None, **of)
+        for mode, sequences in (("decode", 1), ("decode", 8), ("prefill", 8))
+        for way, spent in (("nccl", 3.0), ("iris fused", None if mode == "prefill" else 2.0))
+    ]
+    (file,) = plots.draw_model(tmp_path, "model_tiny_2", rows)
+    assert file.name == "model_tiny_2.svg" and file.stat().st_size > 1000
+    assert plots.draw_model(tmp_path, "model_tiny_2", [row for row in rows if row.way == "iris fused"]) == []

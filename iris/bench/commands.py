@@ -189,7 +189,7 @@ def experts(
     "and 'iris fused compiled' (torch.compile), or none, the floor. All if not given; in the simulator nccl is Gloo.",
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV and JSON.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and a picture.")
 @NUM_RANKS
 def model(
     model: str | None,

@@ -1,5 +1,6 @@
 """``python -m iris bench model``: what it prints and writes."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -9,7 +10,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from iris import simulator
-from iris.bench import ranks
+from iris.bench import plots, ranks
 from iris.bench.model import measure as measuring
 from iris.bench.model.cases import MODES, Case
 from iris.bench.model.dimensions import MODELS, Dimensions
@@ -84,6 +85,8 @@ def run_on_rank(
             show(rows)
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)
+            if out is not None and find_spec("matplotlib"):
+                plots.draw_model(out, name, rows)
     return [f"{row.mode} of {row.sequences}, {row.way}: {row.reason}" for row in rows if row.reason]
 
 
