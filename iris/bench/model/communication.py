@@ -92,6 +92,11 @@ class ByTorch(Unfused):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.num_ranks = group, group.size()
 
+    def close(self) -> None:
+        """Give back a group that was made for this. Collective, behind a barrier."""
+        if self.group is not dist.group.WORLD:
+            dist.destroy_process_group(self.group)
+
     def all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
         dist.all_reduce(tensor, op, group=self.group)
         return tensor

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.model.cases import Case, Compared, Inputs, compare, inputs, logits, of_one_process
-from iris.bench.model.communication import Communication
-from iris.bench.model.decoder import Decoder, Ends
+from iris.bench.model.communication import ByTorch, Communication
+from iris.bench.model.decoder import Compiler, Decoder, Ends
 from iris.bench.model.dimensions import Dimensions, Share
 from iris.bench.model.training import Trainer, compare_gradients
-from iris.bench.model.ways import FLOOR, WAYS, compiled
+from iris.bench.model.ways import FLOOR, WAYS
 from iris.bench.model.weights import Maker
 from iris.bench.ranks import failure, on_any_rank
 from iris.bench.repetitions import Repetitions
@@ -122,15 +122,19 @@ class _Called:
 
 
 class Decoders:
-    """One model, as it is and compiled, with the same weights."""
+    """One model, as it is and by each compiler, with the same weights."""
 
     def __init__(self, maker: Maker) -> None:
-        self.plain = plain = maker.decoder()
-        ends = Ends(plain.embedding, plain.gain, plain.head)
-        self._compiled = Decoder(maker.dimensions, ends, list(plain.layers), maker.share, compiled)
+        self._maker, self.plain = maker, maker.decoder()
+        self._by_compiler: dict[Compiler | None, Decoder] = {None: self.plain}
 
     def of(self, way: str) -> Decoder:
-        return self._compiled if WAYS[way].compiled else self.plain
+        compiler, plain = WAYS[way].compiler, self.plain
+        if compiler not in self._by_compiler:
+            ends = Ends(plain.embedding, plain.gain, plain.head)
+            decoder = Decoder(self._maker.dimensions, ends, list(plain.layers), self._maker.share, compiler)
+            self._by_compiler[compiler] = decoder
+        return self._by_compiler[compiler]
 
 
 def measure(
@@ -144,18 +148,24 @@ def measure(
     maker = Maker(dimensions, Share(ctx.cur_rank, ctx.num_ranks), dtype, dtype, ctx.device)
     decoders = Decoders(maker)
     by = {way: WAYS[way].communication(ctx) for way in ways}
-    for case in sorted(cases, key=lambda case: case.mode == "train"):
-        # Whose tensors and graphs are gone when it returns.
-        found = _side_by_side(ctx, (Training if case.mode == "train" else Inference)(ctx, case, maker, decoders), by)
-        ctx.ops.close()
-        ctx.ccl.release_graphs()
-        # Of what it has compiled for this case: it compiles a function for a few cases only, and then refuses.
-        torch.compiler.reset()
-        ctx.barrier()
-        for way, (spent, errors, reason) in found.items():
-            speed = None if spent is None else 1e6 * case.tokens / spent
-            name = str(dtype).removeprefix("torch.")
-            yield Row(model, dimensions.layers, *case, name, way, spent, speed, *errors, reason)
+    try:
+        for case in sorted(cases, key=lambda case: case.mode == "train"):
+            # Whose tensors and graphs are gone when it returns.
+            kind = Training if case.mode == "train" else Inference
+            found = _side_by_side(ctx, kind(ctx, case, maker, decoders), by)
+            ctx.ops.close()
+            ctx.ccl.release_graphs()
+            # Of what it has compiled for this case: it compiles a function for a few cases only, and then refuses.
+            torch.compiler.reset()
+            ctx.barrier()
+            for way, (spent, errors, reason) in found.items():
+                speed = None if spent is None else 1e6 * case.tokens / spent
+                name = str(dtype).removeprefix("torch.")
+                yield Row(model, dimensions.layers, *case, name, way, spent, speed, *errors, reason)
+    finally:
+        for communication in by.values():
+            if isinstance(communication, ByTorch):
+                communication.close()
 
 
 class _Found(NamedTuple):

@@ -1,6 +1,5 @@
 """The ways of communicating that are measured beside each other, by name."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,16 +9,23 @@ import torch.distributed as dist
 import iris.distributed  # noqa: F401  # which registers the backend
 from iris import simulator
 from iris.bench.model.communication import Alone, ByTorch, Communication, Fused, FusedOperators
+from iris.bench.model.decoder import Compiler
 from iris.context import Iris
 
 FLOOR = "none"
 
 
 class Way(NamedTuple):
-    """``communication``: made by all ranks together. ``compiled``: whether the layers go through torch.compile."""
+    """``communication``: made by all ranks together. ``compiler``: what methods of layers go through, if anything."""
 
     communication: Callable[[Iris], Communication]
-    compiled: bool = False
+    compiler: Compiler | None = None
+
+
+def inductor(method: Callable) -> Callable:
+    """torch.compile by its default; in the simulator, where that takes longer than all else, by AOTAutograd alone."""
+    backend = "aot_eager" if simulator.ACTIVE else "inductor"
+    return torch.compile(method, fullgraph=True, dynamic=False, backend=backend)
 
 
 def _by_the_vendor(ctx: Iris) -> Communication:
@@ -37,15 +43,9 @@ def _by_the_backend(ctx: Iris) -> Communication:
 # The vendor's library is NCCL or RCCL on GPUs, Gloo in the simulator.
 WAYS = {
     "nccl": Way(_by_the_vendor),
-    "nccl compiled": Way(_by_the_vendor, compiled=True),
+    "nccl compiled": Way(_by_the_vendor, compiler=inductor),
     "iris backend": Way(_by_the_backend),
     "iris fused": Way(Fused),
-    "iris fused compiled": Way(FusedOperators, compiled=True),
+    "iris fused compiled": Way(FusedOperators, compiler=inductor),
     FLOOR: Way(lambda ctx: Alone(ctx.num_ranks)),
 }
-
-
-def compiled(method: Callable) -> Callable:
-    """By Inductor on GPUs. In the simulator, where it would take longer than all else, by no more than AOTAutograd."""
-    backend = "aot_eager" if simulator.ACTIVE else "inductor"
-    return functools.wraps(method)(torch.compile(method, fullgraph=True, dynamic=False, backend=backend))
