@@ -70,7 +70,7 @@ def main(
     if workload.trace:
 
         def one_step() -> None:
-            server.positions.fill_(length)
+            server.rewind(length)
             server.enqueue_step(most)
 
         server.start(prompts(0, most))
@@ -84,7 +84,7 @@ def measure(ctx: iris.Iris, server: Server, prompts: torch.Tensor, title: str) -
     name = "a step of {}"
 
     def step_again(sequences: int) -> None:
-        server.positions.fill_(length)
+        server.rewind(length)
         server.step(sequences)
 
     server.start(prompts)
