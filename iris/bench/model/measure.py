@@ -23,6 +23,8 @@ from iris.bench.ranks import failure, on_any_rank
 from iris.bench.repetitions import Repetitions
 from iris.context import Iris
 
+# Of a way, and of one process in the dtype; none where nothing is compared.
+Errors = tuple[float | None, float | None]
 # One step or pass is a graph.
 OFTEN, TRAINING = Repetitions(1, 25, 10), Repetitions(1, 9, 3)
 # Layers of the model whose gradients are compared: one process has those of all parameters at once.
@@ -168,14 +170,23 @@ def measure(
                 communication.close()
 
 
+def _largest(ctx: Iris, errors: Errors) -> Errors:
+    """Of all ranks, each of which has its part of gradients. Collective."""
+    of_ranks = [ctx.broadcast(errors, rank) for rank in range(ctx.num_ranks)]
+    error, error_of_one = (
+        max((each for each in kind if each is not None), default=None) for kind in zip(*of_ranks, strict=True)
+    )
+    return error, error_of_one
+
+
 class _Found(NamedTuple):
     microseconds: float | None
-    errors: tuple[float | None, float | None]
+    errors: Errors
     reason: str
 
 
 def _side_by_side(ctx: Iris, measured: Measured, by: dict[str, Communication]) -> dict[str, _Found]:
-    errors: dict[str, tuple[float | None, float | None]] = {}
+    errors: dict[str, Errors] = {}
     reasons: dict[str, str] = {}
     readied: dict[str, Any] = {}
     for way, communication in by.items():
@@ -192,7 +203,7 @@ def _side_by_side(ctx: Iris, measured: Measured, by: dict[str, Communication]) -
         except Exception as problem:  # of a library's on this machine, which is a result too
             reason = failure(problem)
         # One rank's failure is everybody's, so that all go on with the same way.
-        reasons[way] = on_any_rank(ctx, reason)
+        reasons[way], errors[way] = on_any_rank(ctx, reason), _largest(ctx, errors[way])
         if not reasons[way]:
             readied[way] = measured.ready(call)
     times = microseconds_of_each(ctx, list(readied.values()), measured.often) if readied else []
