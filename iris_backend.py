@@ -1,6 +1,7 @@
 """Lets ``torch.distributed`` know the backend "iris" in every program, once Iris is installed.
 
-torch calls `register` whenever it is imported (entry points of the group ``torch.backends``). This module is not in the
+torch calls `register` whenever it is imported (entry points of the group ``torch.backends``); from 2.14 on also when a
+program first names the backend (``torch.distributed.backends``). This module is not in the
 package, since importing that decides whether kernels run in the simulator, which no program has asked for by then.
 """
 

@@ -34,6 +34,7 @@ from logging import DEBUG, ERROR, INFO, WARNING
 from iris import ccl, experimental, experts, gluon, ops, spawn, x
 from iris.bench.timing import do_bench
 from iris.context import Iris, iris
+from iris.inductor import accelerate, fusion_report
 from iris.language.context import DeviceContext
 from iris.language.functional import (
     atomic_add,
@@ -75,6 +76,7 @@ __all__ = [
     "TileView",
     "TraceEvent",
     "TritonContext",
+    "accelerate",
     "atomic_add",
     "atomic_and",
     "atomic_cas",
@@ -90,6 +92,7 @@ __all__ = [
     "errors",
     "experimental",
     "experts",
+    "fusion_report",
     "get",
     "gluon",
     "iris",

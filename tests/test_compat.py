@@ -166,6 +166,7 @@ CALLS = {
     "torch._C._distributed_c10d:Backend._reduce_scatter_base": lambda module: module.reduce_scatter(
         Nothing(), None, None, None
     ),
+    "torch.distributed._symmetric_memory:lib": lambda module: module.replace({}, "CPU"),
     "torch.distributed:Work._source_rank": lambda module: module.source_of(Nothing()),
     "triton.experimental.gluon._runtime:GluonJITFunction": lambda module: module.replace_function_class(Nothing),
     "triton.language.core:_aggregate": lambda module: module.replace_aggregate(None),

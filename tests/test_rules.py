@@ -94,10 +94,12 @@ TEMPORARIES = {
     "experts/functional.py": {"_combine_back", "_dispatch", "_like_combine", "_like_dispatch"},
     "heap/mapping.py": {"peer", "snapshot"},
     "heap/symmetric.py": {"empty", "peer"},
+    "integrations/transformers/experts.py": {"_forward"},
     "ops/call.py": {"scales"},
     "ops/experts_mlp.py": {"scratch_of"},
-    "ops/functional.py": {"_out", "_rows_like", "_sums_like", "_scales_like"},
+    "ops/functional.py": {"_out", "_out_and_a", "_all_gather_matmul_return_a_back"},
     "ops/grouped/launch.py": {"_new"},
+    "ops/norm_operators.py": {"_rows_like", "_sums_like", "_scales_like"},
     "ops/normalisation.py": {"room"},
     "ops/over_hosts.py": {"_matmul_all_reduce", "_matmul_reduce_scatter", "_two_buffers"},
     "ops/vendor.py": {

@@ -73,17 +73,15 @@ def deal(
     p = tl.program_id(0)
     row, own_words = queues.counts + p * COUNTS, queues.words + p * WORDS
     programs = tl.num_programs(0)
-    slots, heap_table = queues.slots, queues.heap_table
+    slots = queues.slots
     others = among(0, W, rank)
     sent, got = load_counters(row, others)
     begins = queue_address(ctx, slots, W, SLOT, to=others)
     # The ranks that this one passes its part on to, and gets the other parts from.
     fellows = others & (lanes() != root) & (rank != root)
     from_root = others & (lanes() == root)
-    calls_from, direct_here = advertise(
-        ctx, row, own_words, heap_table, output=output, length=length, W=W, sources=fellows
-    )
-    calls_to, place = resolve_output(ctx, row, own_words, heap_table, to=fellows)
+    calls_from, direct_here = advertise(ctx, queues, row, own_words, output=output, length=length, W=W, sources=fellows)
+    calls_to, place = resolve_output(ctx, queues, row, own_words, to=fellows, W=W)
     queued = fellows & (place == 0)
     address = tl.where(queued, begins, place)
     any_queued = tl.max(tl.cast(queued, tl.int32), axis=0) > 0
@@ -185,15 +183,14 @@ def broadcast(
     gdc_wait()
     ctx = DeviceContext.initialize(queues.context, num_ranks=W)
     row = queues.counts + tl.program_id(0) * COUNTS
-    own_words, heap_table = queues.words + tl.program_id(0) * WORDS, queues.heap_table
+    own_words = queues.words + tl.program_id(0) * WORDS
     if PULLS:
         rank = ctx.cur_rank
         others = among(0, W, rank)
         calls = tl.load(row + EXITS + rank) + 1
-        here = advertise_input(
-            ctx, own_words + INPUTS, heap_table, input, length=length, calls=calls, others=others, W=W
-        )
-        places = resolve_inputs(ctx, own_words + INPUTS, heap_table, calls, others=others)
+        place = own_words + INPUTS
+        here = advertise_input(ctx, queues, place, input, length=length, calls=calls, others=others, W=W)
+        places = resolve_inputs(ctx, queues, place, calls, others=others, W=W)
         # The peers' words are read without an order; what lies behind them is read below.
         ctx.fence()
         if here & (tl.max(tl.cast(others & (places == 0), tl.int32), axis=0) == 0):
@@ -221,7 +218,7 @@ def launch(call: Call, max_programs: int | None, pulls: bool) -> Launch:
         programs=programs,
         num_warps=config.warps(block, word),
         dtype=INTEGERS[word],
-        queues=queues.memory(INTEGERS[word], comm.heap_table),
+        queues=queues.memory(INTEGERS[word], comm),
         n=n,
         length=nbytes,
         root=call.root,

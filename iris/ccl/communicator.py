@@ -10,11 +10,12 @@ import torch
 
 from iris import simulator
 from iris.ccl.kernel_arguments import QueueMemory
-from iris.ccl.queue import COUNTS, EXITS, HEAD, MAX_RANKS, SLOTS, TAIL, WORDS, region_bytes, slots_bytes
+from iris.ccl.queue import COUNTS, EXITS, HEAD, MAX_RANKS, MOST_REGIONS, SLOTS, TAIL, WORDS, region_bytes, slots_bytes
 from iris.ccl.select import ELSEWHERE, digest, load_table
 from iris.cuda_graphs.capture import GraphLine, Line
 from iris.cuda_graphs.kept import keep
 from iris.errors import InvalidGroupError, InvalidTableError, TooManyStreamsError
+from iris.heap.mapping import Mapping
 from iris.heap.symmetric import SymmetricHeap
 from iris.language.target import architecture, largest_cluster
 from iris.machine import figures
@@ -54,9 +55,10 @@ class Queues(NamedTuple):
     slots: torch.Tensor
     slot_bytes: int
 
-    def memory(self, dtype: torch.dtype, heap_table: torch.Tensor | None = None) -> QueueMemory:
-        """As kernels take it, with slots of elements of this type."""
-        return QueueMemory(self.context_tensor, self.counts, self.words, self.slots.view(dtype), heap_table)
+    def memory(self, dtype: torch.dtype, comm: "Communicator | None" = None) -> QueueMemory:
+        """As kernels take it, with slots of elements of this type. ``comm``: whose regions they access, if any."""
+        memory = QueueMemory(self.context_tensor, self.counts, self.words, self.slots.view(dtype))
+        return memory if comm is None else memory._replace(heap_table=comm.heap_table, regions=comm.regions)
 
 
 class Communicator:
@@ -74,7 +76,10 @@ class Communicator:
         How many rooted collectives this rank has called; which word of ``state`` says so, and where the sizes of the
         last ones begin: see `iris.ccl.refusal`.
     heap_table : torch.Tensor
-        int64 ``[size + 1]``: where the symmetric heap of each member begins, in this rank's addresses; its bytes.
+        int64 ``[MOST_REGIONS, size + 1]``, a row for each region, which is memory that all members reach: where it
+        begins at each member, in this rank's addresses; its bytes. The first is the symmetric heap.
+    regions : int
+        How many there are.
     num_sms, largest_cluster : int
         Of the least of the members' GPUs: multiprocessors, and programs that a cluster has at most.
     p2p_programs : int
@@ -107,7 +112,9 @@ class Communicator:
         self.device = workspace.device
         bases = dict(zip(heap.group.ranks, heap.bases, strict=True))
         table = [*(bases[rank] for rank in group.ranks), heap.mapped_size]
-        self.heap_table = keep(lambda: torch.tensor(table, dtype=torch.int64, device=self.device), self.device)
+        rows = [table] + [[0] * len(table)] * (MOST_REGIONS - 1)
+        self.heap_table = keep(lambda: torch.tensor(rows, dtype=torch.int64, device=self.device), self.device)
+        self.regions = 1
 
         def introduce() -> tuple[str, str, int, int, int | str]:
             kind = kind_of(self.device)
@@ -137,6 +144,19 @@ class Communicator:
         self._p2p_channel = self._set_aside() if self.size > 1 else None
         self.configs: list[object] = []
         self.tables: dict[Line, Any] = {}
+
+    def add_region(self, mapping: Mapping) -> None:
+        """Let tensors in this memory of the members, in their order, need no copy, as those on the symmetric heap.
+
+        Collective, between the same calls on all ranks; blocks the host. The caller keeps the mapping for as long as
+        any call may run. Launches in graphs that exist know nothing of it.
+        """
+        assert self.regions < MOST_REGIONS
+        row = [*mapping.bases, mapping.size]
+        # What runs now reads other rows.
+        keep(lambda: self.heap_table[self.regions].copy_(torch.tensor(row)), self.device)
+        self.regions += 1
+        self.forget()
 
     def release_graphs(self) -> None:
         """Forget all that was prepared for graphs; see `iris.runtime.workspace.Workspace.release_captures`."""

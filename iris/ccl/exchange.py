@@ -121,7 +121,7 @@ def exchange(
     SLOT: tl.constexpr = TILING.SLOT
     SIZED: tl.constexpr = FORM.PROGRAMS > 0
     row, own_words = queues.counts + p * COUNTS, queues.words + p * WORDS
-    slots, heap_table = queues.slots, queues.heap_table
+    slots = queues.slots
     first, stride = p, tl.num_programs(0)
     if FORM.PARTITIONED:
         to_first = (rank + p % W) % W
@@ -148,8 +148,8 @@ def exchange(
         if SIZED:
             direct_here = ask(
                 ctx,
+                queues,
                 own_words,
-                heap_table,
                 output,
                 length=length,
                 nbytes=piece,
@@ -157,12 +157,12 @@ def exchange(
                 sources=sources,
                 W=W,
             )
-            to, place = find_target(ctx, own_words, heap_table, pieces, messages=messages_to, receivers=receivers)
+            to, place = find_target(ctx, queues, own_words, pieces, messages=messages_to, receivers=receivers, W=W)
         else:
             calls_from, direct_here = advertise(
-                ctx, row, own_words, heap_table, output=output, length=length, W=W, sources=sources
+                ctx, queues, row, own_words, output=output, length=length, W=W, sources=sources
             )
-            calls_to, place = resolve_output(ctx, row, own_words, heap_table, to=to)
+            calls_to, place = resolve_output(ctx, queues, row, own_words, to=to, W=W)
         queued = to & (place == 0)
         address = tl.where(queued, address, place)
     takes = (direct_here == 0) & (from_first < from_last)
@@ -336,7 +336,7 @@ def launch(call: Call, max_programs: int | None) -> Launch:
             programs=programs,
             num_warps=config.warps(block_m * block_n, word),
             dtype=INTEGERS[word],
-            queues=queues.memory(INTEGERS[word], comm.heap_table),
+            queues=queues.memory(INTEGERS[word], comm),
             rows=pieces.rows,
             layout=pieces.layout(word),
             length=pieces.length,

@@ -5,12 +5,15 @@ They name their ranks by a string, since a graph holds no objects:
     ranks = functional.name_of(ctx)
     total = functional.all_reduce(x, ranks)              # also torch.ops.iris.all_reduce
 
+or by `name_of_process_group`, which needs no context: one is made when an operator first runs.
+
 Collective, and enqueued on the current stream like those of `ctx.ccl`. Gradients are collectives too: every rank of the
 group calls backward. Operations are "sum", "avg", "min", "max" and "product", or those members of `ReduceOp` or
 ``torch.distributed.ReduceOp``; the first two have gradients.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +24,7 @@ from torch.library import register_autograd, register_fake
 from iris.ccl.config import ReduceOp
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.reduction import name_of as name_of_reduction
+from iris.compat.c10d import group_named
 from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError
 from iris.operators.graph_break import breaks_graph
 from iris.operators.registration import operator
@@ -37,6 +41,25 @@ class Ranks(NamedTuple):
 
 
 _named: dict[str, Ranks] = {}
+
+# What names of process groups of torch.distributed begin with here.
+_PROCESS_GROUP = "process_group:"
+_makers: list[Callable[[dist.ProcessGroup], CollectivesContext]] = []
+
+
+def make_contexts_with(context_of: Callable[[dist.ProcessGroup], CollectivesContext]) -> None:
+    """Set what returns the context of all ranks of a process group, making it if there is none yet."""
+    _makers[:] = [context_of]
+
+
+def name_of_process_group(name: str) -> str:
+    """The name for these operators of the ranks of the process group that torch.distributed calls ``name``. Local."""
+    return _PROCESS_GROUP + name
+
+
+def _process_group(name: str) -> dist.ProcessGroup | None:
+    """The group that has this name for the operators, if it is one of torch.distributed's."""
+    return group_named(name.removeprefix(_PROCESS_GROUP)) if name.startswith(_PROCESS_GROUP) else None
 
 
 def name_of(ctx: CollectivesContext, group: dist.ProcessGroup | None = None) -> str:
@@ -62,6 +85,9 @@ def _new_name(ctx: CollectivesContext, group: dist.ProcessGroup | None) -> str:
 
 
 def find(name: str) -> tuple[CollectivesContext, dist.ProcessGroup | None]:
+    process_group = _process_group(name)
+    if process_group is not None:
+        return _makers[0](process_group), None
     ranks = _named.get(name)
     context = None if ranks is None else ranks.context()
     if ranks is None or context is None:
@@ -72,6 +98,9 @@ def find(name: str) -> tuple[CollectivesContext, dist.ProcessGroup | None]:
 
 
 def size_of(name: str) -> int:
+    process_group = _process_group(name)
+    if process_group is not None:
+        return process_group.size()
     context, group = find(name)
     return context.num_ranks if group is None else group.size()
 

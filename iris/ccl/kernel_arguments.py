@@ -54,7 +54,10 @@ class QueueMemory(NamedTuple):
     slots: Any
     """What peers send."""
     heap_table: Any = None
-    """int64: where the symmetric heap of each rank begins, for kernels that access tensors there."""
+    """int64, a row for each region that all ranks reach: where it begins at each rank, then its bytes. For kernels that
+    access tensors there. The first is the symmetric heap."""
+    regions: Any = 1
+    """How many rows there are. Where it is 1 the JIT makes a constant of it."""
 
 
 class PartLayout(NamedTuple):

@@ -106,9 +106,11 @@ def one_hop(
             part = tl.cast(tl.load(input + at, mask=here, other=0), tl.int32)
             if not ROOTED:
                 if to == rank:
-                    own = tl.cast(rank, tl.int64) * layout.recv_step
-                    own += position(k, layout.row, layout.out_pitch, FLAT)
-                    tl.store(output + own, tl.cast(part, input.dtype.element_ty), mask=k < n)
+                    begin = output + tl.cast(rank, tl.int64) * layout.recv_step
+                    # What is there already, as FSDP2's is, other programs may be reading.
+                    apart = tl.cast(begin, tl.int64) != tl.cast(input + rank * layout.send_step, tl.int64)
+                    own = begin + position(k, layout.row, layout.out_pitch, FLAT)
+                    tl.store(own, tl.cast(part, input.dtype.element_ty), mask=(k < n) & apart)
             if PACKED > 1:
                 part = (part & ((1 << BITS) - 1)) << (j * BITS)
             word = word | part

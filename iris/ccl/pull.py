@@ -60,16 +60,16 @@ def pull(
     rank = ctx.cur_rank
     p = tl.program_id(0)
     row = queues.counts + p * COUNTS
-    own_words, heap_table = queues.words + p * WORDS, queues.heap_table
+    own_words = queues.words + p * WORDS
     others = among(0, W, rank)
     calls = tl.load(row + EXITS + rank) + 1
     here = True
     if ALL_REDUCE:
         place, each = own_words + OUTPUTS, calls + lanes() * 0
-        here = permit(ctx, place, heap_table, output, length=length, calls=each, ranks=others, W=W)
+        here = permit(ctx, queues, place, output, length=length, calls=each, ranks=others, W=W)
     place = own_words + INPUTS
-    here = here & advertise_input(ctx, place, heap_table, input, length=in_length, calls=calls, others=others, W=W)
-    inputs = resolve_inputs(ctx, place, heap_table, calls, others=others)
+    here = here & advertise_input(ctx, queues, place, input, length=in_length, calls=calls, others=others, W=W)
+    inputs = resolve_inputs(ctx, queues, place, calls, others=others, W=W)
     # The peers' words are read relaxed. This fence makes the pair of their release and these reads an acquire: the
     # inputs are there. And a peer had said where its output is before it said where its input is, so what is read of
     # that below is of this call, and not of one 65536 calls ago with the same stamp.
@@ -77,7 +77,7 @@ def pull(
     missing = others & (inputs == 0)
     outputs = inputs
     if ALL_REDUCE:
-        outputs = resolve_inputs(ctx, own_words + OUTPUTS, heap_table, calls, others=others)
+        outputs = resolve_inputs(ctx, queues, own_words + OUTPUTS, calls, others=others, W=W)
         missing = missing | (others & (outputs == 0))
     if here & (tl.max(tl.cast(missing, tl.int32), axis=0) == 0):
         element: tl.constexpr = input.dtype.element_ty

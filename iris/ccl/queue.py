@@ -19,13 +19,14 @@ while a slow one still reads this call's, and counts guard a queue's own slots a
 Programs work in rounds. In each a program sends what is next, takes what its peers sent `AHEAD` rounds before, and
 posts its counts at the end; so the trip of a block, and of the fence behind it, is hidden by the next ones.
 
-Large results that lie on the symmetric heap need no slots. The receiver sends each sender the place of its result, in a
-*place*: a word of 64 bits with the offset in the heap, plus one, and the count of such calls in the upper 16 bits,
-or zero offset for "use the queue". Nobody overruns it: the next call's word comes after the receiver has seen this
-call's data, which the sender wrote after it had read this call's word. Saying the place is also the permission to
-write: the word is stored by a kernel that runs behind everything earlier on the receiver's stream. When all is
-written, the sender of an exchange sets ``done`` to its count of these calls, with release. (`iris.ccl.two_shot` needs
-no ``done``: a sum's sender posts a count behind it anyway.)
+Large results that lie on the symmetric heap need no slots, nor do those in other memory that all ranks reach, the
+*regions* of a group (`iris.ccl.communicator`). The receiver sends each sender the place of its result, in a *place*: a
+word of 64 bits with the region in bits 42 to 47 and the offset in it below, both plus one, and the count of such calls
+in the upper 16 bits, or zero offset for "use the queue". Nobody overruns it: the next call's word comes after the
+receiver has seen this call's data, which the sender wrote after it had read this call's word. Saying the place is also
+the permission to write: the word is stored by a kernel that runs behind everything earlier on the receiver's stream.
+When all is written, the sender of an exchange sets ``done`` to its count of these calls, with release.
+(`iris.ccl.two_shot` needs no ``done``: a sum's sender posts a count behind it anyway.)
 
 Inputs on the heap may be read where they are (`iris.ccl.pull`, `iris.ccl.broadcast`). Then all ranks of the group tell
 each other where their input lies, with release, behind everything earlier on their streams; and their output.
@@ -62,6 +63,10 @@ POSTS, PLACES, INPUTS, OUTPUTS, ASKED, _, TARGETS, _, SIZES = (tl.constexpr(i * 
 # SIZES has a row for each of so many messages that follow each other, ASKED and TARGETS for two (`iris.ccl.sizes`).
 MESSAGES = 8
 WORDS = tl.constexpr((8 + MESSAGES) * MAX_RANKS)
+
+# Of a region, 4 TiB; and how many regions there may be.
+REGION_BITS, WITHIN_REGION = tl.constexpr(42), tl.constexpr((1 << 42) - 1)
+MOST_REGIONS = 64
 
 NUM_SLOTS = tl.constexpr(SLOTS)
 HIGH, LOW = tl.constexpr("high"), tl.constexpr("low")
@@ -110,32 +115,50 @@ def pointer_at(like, address):
 
 
 @jit
-def place_of(ctx, heap_table, tensor, length, W: tl.constexpr):
-    """Where a tensor lies in the heap, and whether it does."""
-    offset = tl.cast(tensor, tl.int64) - tl.load(heap_table + ctx.cur_rank)
+def place_of(ctx, queues, tensor, length, W: tl.constexpr):
+    """Where a tensor lies in which region, as one number, and whether it lies in any."""
+    offset = tl.cast(tensor, tl.int64) - tl.load(queues.heap_table + ctx.cur_rank)
     # Aligned as the peers' pointers assume; what is not takes the queue.
-    direct = (offset >= 0) & (offset + length <= tl.load(heap_table + W)) & (offset % 16 == 0)
+    direct = (offset >= 0) & (offset + length <= tl.load(queues.heap_table + W)) & (offset % 16 == 0)
+    for region in range(1, queues.regions):
+        row = queues.heap_table + region * (W + 1)
+        within = tl.cast(tensor, tl.int64) - tl.load(row + ctx.cur_rank)
+        here = (within >= 0) & (within + length <= tl.load(row + W)) & (within % 16 == 0)
+        offset = tl.where(here, (tl.cast(region, tl.int64) << REGION_BITS) + within, offset)
+        direct = direct | here
     return offset, direct
 
 
 @jit
-def permit(ctx, words, heap_table, output, length, calls, ranks, W: tl.constexpr):
+def address_at(ctx, queues, place, ranks, W: tl.constexpr):
+    """The addresses, in this rank's space, of what lies at a `place_of` the ``ranks``, plus one; 0 for a 0. Lanes."""
+    if queues.regions == 1:
+        base = tl.load(queues.heap_table + lanes(), mask=ranks, other=0)
+    else:
+        row = queues.heap_table + ((place - 1) >> REGION_BITS) * (W + 1)
+        base = tl.load(row + lanes(), mask=ranks & (place > 0), other=0)
+        place = tl.where(place > 0, ((place - 1) & WITHIN_REGION) + 1, 0)
+    return tl.where(ranks & (place > 0), base + place - 1, 0)
+
+
+@jit
+def permit(ctx, queues, words, output, length, calls, ranks, W: tl.constexpr):
     """Send ``ranks`` the place that they may write to; returns whether that is on the heap, else they may not.
 
     What used the memory before was an earlier kernel, which is over: its accesses have been performed in this GPU's L2
     cache, to which the peers' stores come only after they have received this word. That is how the hardware works; the
     memory model of PTX would want a release here.
     """
-    offset, direct = place_of(ctx, heap_table, output, length, W=W)
+    offset, direct = place_of(ctx, queues, output, length, W=W)
     theirs = translate(words + ctx.cur_rank, ctx.base, tl.load(ctx.table + lanes(), mask=ranks, other=0))
     ll_send_place(theirs, tl.where(direct, offset + 1, 0), calls, ranks)
     return direct
 
 
 @jit
-def advertise_input(ctx, words, heap_table, tensor, length, calls, others, W: tl.constexpr):
+def advertise_input(ctx, queues, words, tensor, length, calls, others, W: tl.constexpr):
     """Send all ranks the place of a tensor that they may read; returns whether that is on the heap."""
-    offset, direct = place_of(ctx, heap_table, tensor, length, W=W)
+    offset, direct = place_of(ctx, queues, tensor, length, W=W)
     word = tl.where(direct, offset + 1, 0) | (tl.cast(calls & 0xFFFF, tl.int64) << 48)
     nothing = tl.cast(lanes() * 0, tl.int64)
     ctx._signal_ranks(words + ctx.cur_rank, word + nothing, lanes(), others)
@@ -143,30 +166,28 @@ def advertise_input(ctx, words, heap_table, tensor, length, calls, others, W: tl
 
 
 @jit
-def resolve_inputs(ctx, words, heap_table, calls, others):
+def resolve_inputs(ctx, queues, words, calls, others, W: tl.constexpr):
     """What all ranks `advertise_input`, or `permit`: an address each, 0 where it is not on the heap."""
     offset = ll_recv_places(words + lanes(), calls + lanes() * 0, others, ctx._record())
-    base = tl.load(heap_table + lanes(), mask=others, other=0)
-    return tl.where(others & (offset > 0), base + offset - 1, 0)
+    return address_at(ctx, queues, offset, others, W)
 
 
 @jit
-def advertise(ctx, row, words, heap_table, output, length, W: tl.constexpr, sources):
+def advertise(ctx, queues, row, words, output, length, W: tl.constexpr, sources):
     """Send the ranks ``sources`` the place for their data; returns the count of such calls, and if it is direct."""
     calls = tl.load(row + CALLS_FROM + lanes(), mask=sources, other=0) + 1
-    direct = permit(ctx, words + PLACES, heap_table, output, length=length, calls=calls, ranks=sources, W=W)
+    direct = permit(ctx, queues, words + PLACES, output, length=length, calls=calls, ranks=sources, W=W)
     store_after_sync(row + CALLS_FROM + lanes(), calls, sources)
     return calls, direct
 
 
 @jit
-def resolve_output(ctx, row, words, heap_table, to):
+def resolve_output(ctx, queues, row, words, to, W: tl.constexpr):
     """Where the ranks ``to`` want their data: the count of such calls, and an address each, 0 for the queue."""
     calls = tl.load(row + CALLS_TO + lanes(), mask=to, other=0) + 1
     offset = ll_recv_places(words + PLACES + lanes(), calls, to, ctx._record())
     store_after_sync(row + CALLS_TO + lanes(), calls, to)
-    base = tl.load(heap_table + lanes(), mask=to, other=0)
-    return calls, tl.where(to & (offset > 0), base + offset - 1, 0)
+    return calls, address_at(ctx, queues, offset, to, W)
 
 
 @jit

@@ -49,6 +49,7 @@ from iris.ccl.queue import (
     TAIL,
     TARGETS,
     WORDS,
+    address_at,
     lane_value,
     place_of,
     publish_counters,
@@ -96,25 +97,24 @@ def recv_message_words(ctx, words, messages, peers, ROW: tl.constexpr):
 
 
 @jit
-def ask(ctx, words, heap_table, output, length, nbytes, messages, sources, W: tl.constexpr):
+def ask(ctx, queues, words, output, length, nbytes, messages, sources, W: tl.constexpr):
     """Ask ``sources`` for ``nbytes`` each, and send them the place for these; returns whether that is on the heap.
 
     What used the memory before was an earlier kernel, which is over: there is nothing to release.
     """
-    offset, direct = place_of(ctx, heap_table, output, length, W=W)
+    offset, direct = place_of(ctx, queues, output, length, W=W)
     send_message_word(ctx, words, tl.where(direct, offset + 1, 0), messages, peers=sources, ROW=TARGETS)
     send_message_word(ctx, words, nbytes, messages, peers=sources, ROW=ASKED)
     return direct
 
 
 @jit
-def find_target(ctx, words, heap_table, nbytes, messages, receivers):
+def find_target(ctx, queues, words, nbytes, messages, receivers, W: tl.constexpr):
     """Which ``receivers`` `ask` for as many bytes as they are sent, and an address each, 0 for the queue."""
     asked = recv_message_words(ctx, words, messages, receivers, ROW=ASKED)
     to = receivers & (asked == nbytes)
     offset = recv_message_words(ctx, words, messages, to, ROW=TARGETS)
-    base = tl.load(heap_table + lanes(), mask=to, other=0)
-    return to, tl.where(to & (offset > 0), base + offset - 1, 0)
+    return to, address_at(ctx, queues, offset, to, W)
 
 
 @jit

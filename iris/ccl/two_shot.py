@@ -84,7 +84,7 @@ def reduce_blocks(
     p = tl.program_id(0)
     row, own_words = queues.counts + p * COUNTS, queues.words + p * WORDS
     programs = tl.num_programs(0)
-    slots, heap_table = queues.slots, queues.heap_table
+    slots = queues.slots
     BLOCK: tl.constexpr = TILING.BLOCK
     SLOT: tl.constexpr = TILING.SLOT
     element: tl.constexpr = input.dtype.element_ty
@@ -99,8 +99,8 @@ def reduce_blocks(
     address = begins
     direct_here = rank < 0
     if DIRECT:
-        _, direct_here = advertise(ctx, row, own_words, heap_table, output=output, length=length, W=W, sources=sources)
-        _, place = resolve_output(ctx, row, own_words, heap_table, to=to)
+        _, direct_here = advertise(ctx, queues, row, own_words, output=output, length=length, W=W, sources=sources)
+        _, place = resolve_output(ctx, queues, row, own_words, to=to, W=W)
         queued = to & (place == 0)
         address = tl.where(queued, begins, place)
     any_queued = tl.max(tl.cast(queued, tl.int32), axis=0) > 0
@@ -254,7 +254,7 @@ def shared_arguments(call: Call, max_programs: int | None) -> dict[str, Any]:
         programs=programs,
         num_warps=config.warps(block, dtype.itemsize),
         dtype=dtype,
-        queues=queues.memory(dtype, comm.heap_table),
+        queues=queues.memory(dtype, comm),
         layout=PartLayout(
             n=n,
             part_step=call.send_step if scattered else block,

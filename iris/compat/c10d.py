@@ -97,6 +97,14 @@ def make_nccl(store: dist.Store, name: str, rank: int, ranks: Sequence[int], tim
     return kind(store, rank, len(ranks), options)
 
 
+def unified_window() -> Any:
+    """What a window of torch 2.14 says of memory that is the peer's own, and no copy of it."""
+    reads = "say what memory a window reaches"
+    attributes = required("torch._C._distributed_c10d:WindowAttr", reads)()
+    attributes.access_type = required("torch._C._distributed_c10d:WindowAccessType.UNIFIED", reads)
+    return attributes
+
+
 def describe(group: dist.ProcessGroup, text: str) -> None:
     """Set what torch's messages say of the group."""
     member(group, "torch.distributed:ProcessGroup._set_group_desc", "split a process group")(text)

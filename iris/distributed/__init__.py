@@ -40,11 +40,11 @@ from iris.distributed.calls import (
     deal_out,
     exchange,
     flat,
-    keep_for,
     on_a_stream,
 )
 from iris.distributed.group import NAME, ProcessGroupBase
-from iris.errors import InvalidCollectiveError, IrisError
+from iris.distributed.window import Window
+from iris.errors import InvalidCollectiveError, InvalidGroupError, IrisError
 from iris.simulator.streams import Stream
 from iris.world.members import await_all, introduce
 
@@ -201,6 +201,12 @@ class ProcessGroup(ProcessGroupBase):
         return outputs
 
     @on_a_stream
+    def gather_single(self, ccl: Collectives, output: Tensor, input: Tensor, opts: Any) -> Any:
+        here = opts.rootRank == self.rank()
+        ccl.gather(output if here else None, input, self._rank_in_world(opts.rootRank))
+        return [output]
+
+    @on_a_stream
     def scatter(self, ccl: Collectives, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         parts = inputs[0] if opts.rootRank == self.rank() else None
         ccl.scatter(outputs[0], parts, self._rank_in_world(opts.rootRank))
@@ -249,7 +255,7 @@ class ProcessGroup(ProcessGroupBase):
         def begin() -> EnqueuedWork:
             with torch.cuda.stream(stream):
                 enqueue()
-                keep_for(tensors, stream)
+                self.keep_for(tensors, stream)
                 return EnqueuedWork(tensors, device)
 
         before = self._connecting.get((call, peer))
@@ -274,6 +280,32 @@ class ProcessGroup(ProcessGroupBase):
             stream = self._streams[use] = torch.cuda.Stream(device, priority=-1)
         stream.wait_stream(torch.cuda.current_stream(device))
         return stream
+
+    # Windows, of torch 2.14 and newer ---------------------------------------------------------------------------------
+
+    @property
+    def supports_window(self) -> bool:
+        """Whether `new_window` works: among ranks of one host."""
+        return self._context is None or self._context.num_hosts == 1
+
+    def new_window(self, tensor: Tensor | None = None) -> Window:
+        """A window over the ranks' tensors, which are of `allocate_tensor`. Collective; blocks the host.
+
+        Without a tensor, `Window.tensor_register` gives it one later. Raises `InvalidGroupError` over several hosts,
+        and what `Window.tensor_register` raises.
+        """
+        device = torch.device(self.device_type) if tensor is None else tensor.device
+        self.context(device, "new_window")
+        if not self.supports_window:
+            raise InvalidGroupError(
+                "A window is for ranks of one host, whose memory this rank can address, and this group has several. "
+                "Make a group of each host's ranks."
+            )
+        self._windows += 1
+        window = Window(self, self.context(device).device, self._windows)
+        if tensor is not None:
+            window.tensor_register(tensor)
+        return window
 
     def _rank_in_world(self, rank: int) -> int:
         return dist.get_global_rank(self, rank)

@@ -17,6 +17,7 @@ from iris.ccl.work import Work
 from iris.compat.cuda import is_current_stream_capturing
 from iris.context import Iris
 from iris.errors import InvalidCollectiveError
+from iris.heap.pool import is_handed_out
 from iris.simulator.streams import Enqueued
 
 # Enough for most of the link's bandwidth.
@@ -194,7 +195,8 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
     """A method that torch calls, from ``method(self, ccl, ...)``, which enqueues it and returns what it writes.
 
     On the current stream; what is asked for with ``async_op=True``, as DDP does, on one of the group's own, beside
-    what the program enqueues next. With tensors on the CPU beside a GPU it is the method of the CPU's backend instead.
+    what the program enqueues next. That is on few multiprocessors, and so are calls with tensors of
+    ``allocate_tensor``. With tensors on the CPU beside a GPU it is the method of the CPU's backend instead.
     """
 
     @functools.wraps(method)
@@ -210,8 +212,11 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
         asynchronous = any(getattr(value, "asyncOp", False) for value in values)
         if asynchronous:
             stream = self._stream_for("collectives", device)
-            # Over hosts each step is chosen, and takes no configuration.
-            ccl = whole if isinstance(whole, CollectivesOverHosts) else _BesideComputation(whole)
+        # Who asks a group for memory has streams of its own, as FSDP2 does.
+        beside = asynchronous or any(map(is_handed_out, tensors))
+        # Over hosts each step is chosen, and takes no configuration.
+        if beside and not isinstance(whole, CollectivesOverHosts):
+            ccl = _BesideComputation(whole)
 
         given = functools.partial(_enqueue, method, self, ccl, stream, device, tensors, args, kwargs)
         if not asynchronous or observer.recorder is None:
@@ -235,7 +240,7 @@ def _enqueue(
     # Parameters require gradients, and are written all the same.
     with torch.no_grad(), torch.cuda.stream(stream):
         outputs = method(group, ccl, *args, **kwargs)
-        keep_for(tensors, stream)
+        group.keep_for(tensors, stream)
         return EnqueuedWork(outputs, device)
 
 
@@ -246,13 +251,6 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
         elif isinstance(value, Tensor):
             yield value
-
-
-def keep_for(tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-    """Their memory is not given to others before the stream is done, though they may die before anyone waits for it."""
-    if stream is not None:
-        for tensor in tensors:
-            tensor.record_stream(stream)
 
 
 def flat(parts: Sequence[Tensor]) -> Tensor:

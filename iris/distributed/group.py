@@ -1,16 +1,19 @@
 """A group of ``torch.distributed`` apart from its calls: its context, its names and devices, how it is split."""
 
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from iris import simulator
 from iris.compat.c10d import backend_of, describe, is_split_group, set_backend
 from iris.context import Iris
 from iris.cuda_graphs.capture import refuse_in_capture
+from iris.distributed.symmetric_memory import SymmetricMemory
 from iris.errors import HeapClosedError, InvalidGroupError, WrongDeviceError
 from iris.simulator.streams import Enqueued, Stream
 
@@ -36,6 +39,8 @@ class ProcessGroupBase(dist.ProcessGroup):
         self._store, self._timeout, self._name = options.store, options.timeout, options.group_id
         self.device_type = "cpu" if simulator.ACTIVE else "cuda"
         self._context: Iris | None = None
+        self._memory: SymmetricMemory | None = None
+        self._windows = 0
         self._is_shut_down = False
         self._gloo: dist.ProcessGroup | None = None
         self._streams: dict[Any, torch.cuda.Stream | Stream] = {}
@@ -102,7 +107,45 @@ class ProcessGroupBase(dist.ProcessGroup):
         return self.device_type != "cpu" and "cpu:gloo" in dist.get_backend_config(self).split(",")
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return False
+        """Whether `allocate_tensor` is for this device."""
+        return torch.device(device).type == self.device_type
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of ``[size]``, undefined, that the group's collectives move without staging.
+
+        The first call is collective over the group and blocks the host, and so are some that follow: all ranks must
+        make the same calls (`iris.distributed.symmetric_memory`). Others are local. Memory is reused as torch reuses
+        it: in the order of the stream on which the tensor was made.
+
+        Raises
+        ------
+        WrongDeviceError
+            The group does not work on this device.
+        OutOfStepError, IrisTimeoutError
+            Other ranks made other calls, or none.
+        """
+        device = torch.device(device)
+        if not self.supports_tensor_alloc(device):
+            raise WrongDeviceError(
+                f"The Iris backend of this group works on {self.device_type}, and was asked for a tensor on {device}. "
+                "Ask for it where supports_tensor_alloc() is True, and take torch.empty() elsewhere."
+            )
+        return self.memory(device).empty(size, dtype)
+
+    def memory(self, device: torch.device) -> SymmetricMemory:
+        """What `allocate_tensor` hands out."""
+        if self._memory is None:
+            self._memory = SymmetricMemory(self.context(device, "allocate_tensor"))
+        return self._memory
+
+    def keep_for(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+        """Their memory is not given to others before the stream is done, though they may die before."""
+        if stream is None:
+            return
+        for tensor in tensors:
+            tensor.record_stream(stream)
+            if self._memory is not None:
+                self._memory.record_stream(tensor, stream)
 
     def shutdown(self) -> None:
         """Let go of the group's memory. Local; blocks the host until this rank's calls are over."""
@@ -111,7 +154,7 @@ class ProcessGroupBase(dist.ProcessGroup):
                 torch.cuda.synchronize(self._context.device)
             self._context._release()
         # With its connection to the store. Programs keep groups that they have destroyed.
-        self._context, self._is_shut_down = None, True
+        self._context, self._memory, self._is_shut_down = None, None, True
         self._gloo = None
 
     def abort(self) -> None:

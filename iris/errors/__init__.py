@@ -77,6 +77,7 @@ from iris.errors.starting import (
     NoGpuForRankError,
     NoPeerAccessError,
     SharedDeviceError,
+    TransformersMissingError,
     TritonMissingError,
     WorkerNotImportableError,
 )
@@ -146,6 +147,7 @@ __all__ = [
     "SharedMemoryRaceError",
     "TooManyInFlightError",
     "TooManyStreamsError",
+    "TransformersMissingError",
     "TritonMissingError",
     "UnclearedMemoryError",
     "UnknownChoiceError",

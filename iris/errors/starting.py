@@ -70,3 +70,13 @@ class MissingPartError(IrisError, ImportError):
 
 class NoGpuForRankError(IrisError, RuntimeError):
     """There are fewer GPUs than ranks, and ``IRIS_SIMULATOR=0`` forbids the simulator."""
+
+
+class TransformersMissingError(IrisError, ImportError):
+    """The package transformers is not installed, or of a version that `iris.integrations.transformers` does not fit."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"iris.integrations.transformers needs transformers from 5.24 on, below 6 ({reason}): for this Python "
+            f"({sys.executable}) run `pip install 'transformers>=5.24,<6'`."
+        )

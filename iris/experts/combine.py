@@ -26,11 +26,10 @@ that what came with this dispatch has been read, so that the next one in this sl
 import triton
 import triton.language as tl
 
-from iris.experts.dispatch import PAIRS
+from iris.experts.numbering import load_sent_choices
 from iris.experts.routing import (
     chunk_of,
     has_bit,
-    load_choices,
     number_of_program,
     owner_bits,
     signal_all,
@@ -43,6 +42,8 @@ from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 
+# Weights that a program copies at a time.
+PAIRS = tl.constexpr(256)
 # Whether rows are multiplied: not at all, by weights that came with the dispatch, or by such as are given now.
 UNWEIGHTED, DISPATCHED, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -114,10 +115,17 @@ def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, 
     """Step 3, for tokens [first, last) of rank ``source``."""
     K: tl.constexpr = EXTENTS.K
     column = tl.arange(0, EXTENTS.ADDED)
+    region = tl.cast(source, tl.int64) * EXTENTS.M
+    token = first + tl.arange(0, EXTENTS.SUMS)
+    next_rows, next_weights = places_of(slot, places, region + token, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
     for some in range(first, last, EXTENTS.SUMS):
         token = some + tl.arange(0, EXTENTS.SUMS)
-        there = tl.cast(source, tl.int64) * EXTENTS.M + token
-        rows, weights = places_of(slot, places, there, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        rows, weights = next_rows, next_weights
+        # The next token's are under way while this one's rows are added up.
+        following = token + EXTENTS.SUMS
+        next_rows, next_weights = places_of(
+            slot, places, region + following, following < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
+        )
         here = rows[0] >= 0
         for choice in tl.static_range(1, K):
             here = here | (rows[choice] >= 0)
@@ -158,11 +166,19 @@ def receive_sums(ctx, slot, y, places, out, bias, first, last, WEIGHTS: tl.const
     PEERS: tl.constexpr = min(EXTENTS.RANKS, 8)
     rank = ctx.cur_rank
     column = tl.arange(0, EXTENTS.ADDED)
+    own = tl.cast(rank, tl.int64) * EXTENTS.M
+    token = first + tl.arange(0, EXTENTS.SUMS)
+    next_rows, next_weights = places_of(slot, places, own + token, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+    next_choices = load_sent_choices(slot, own + token, token < last, EXTENTS)
     for some in range(first, last, EXTENTS.SUMS):
         token = some + tl.arange(0, EXTENTS.SUMS)
-        own = tl.cast(rank, tl.int64) * EXTENTS.M + token
-        rows, weights = places_of(slot, places, own, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-        bits = owner_bits(load_choices(slot.ids, own, token < last, EXTENTS), EXTENTS)
+        rows, weights, bits = next_rows, next_weights, owner_bits(next_choices, EXTENTS)
+        # The next token's are under way while this one's sums are added up.
+        following = token + EXTENTS.SUMS
+        next_rows, next_weights = places_of(
+            slot, places, own + following, following < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
+        )
+        next_choices = load_sent_choices(slot, own + following, following < last, EXTENTS)
         found = load_rows(y, rows, column, EXTENTS)
         for start in range(0, EXTENTS.H, EXTENTS.ADDED):
             columns = start + column

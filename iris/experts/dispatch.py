@@ -30,6 +30,7 @@ again: `iris.experts.memory`.
 import triton
 import triton.language as tl
 
+from iris.experts.numbering import add_tallies, first_rows, load_words, number_choices, of_rank, rows_of
 from iris.experts.routing import (
     choices,
     chunk_of,
@@ -37,7 +38,6 @@ from iris.experts.routing import (
     load_experts,
     number_of_program,
     owner_bits,
-    owners,
     signal_all,
     steps_of,
     tokens_of,
@@ -49,38 +49,33 @@ from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.language.ordering import store_after_sync
 
-# Choices that a program copies at a time.
-PAIRS = tl.constexpr(256)
-
 
 @triton.jit
 def send_choices(ctx, slot, topk_ids, topk_weights, tokens, weighted, EXTENTS: tl.constexpr):
     """Step 1."""
     EXPERTS: tl.constexpr = EXTENTS.EXPERTS
+    CHOICES: tl.constexpr = EXTENTS.CHOICES
     rank, program = ctx.cur_rank, tl.program_id(0)
     first, last = chunk_of(tokens, program, EXTENTS)
-    expert = tl.arange(0, EXTENTS.EXPERTS)
+    expert, pair = tl.arange(0, EXTENTS.EXPERTS), tl.arange(0, EXTENTS.COUNTED * EXTENTS.CHOICES)
     tally = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for begin in range(first, last, EXTENTS.STEP):
-        token = begin + tl.arange(0, EXTENTS.STEP)
-        chosen = load_choices(topk_ids, token, token < last, EXTENTS)
-        # A row for each expert of a token, also of one that it has chosen twice.
-        has = tl.max((chosen[:, :, None] == expert[None, None, :]).to(tl.int32), axis=1)
-        tally += tl.sum(has, axis=0)
-    mine = slot.tallies + (rank * EXTENTS.PROGRAMS + program) * EXTENTS.LOCAL
     region = tl.cast(rank, tl.int64) * (EXTENTS.M * EXTENTS.K)
+    for begin in range(first, last, EXTENTS.COUNTED):
+        token, k = begin + pair // CHOICES, pair % CHOICES
+        at, mask = token * EXTENTS.K + k, (token < last) & (k < EXTENTS.K)
+        # Under way while choices are compared.
+        weights = tl.load(topk_weights + at, mask=mask & (weighted != 0))
+        word, tally = number_choices(load_experts(topk_ids + at, mask, EXTENTS), tally, EXTENTS)
+        for distance in range(0, EXTENTS.W):
+            peer = (rank + distance) % EXTENTS.W
+            ctx.store(slot.choices + region + at, word, peer, mask=mask)
+            if weighted:
+                ctx.store(slot.weights + region + at, weights, peer, mask=mask)
+    mine = slot.tallies + (rank * EXTENTS.PROGRAMS + program) * EXTENTS.LOCAL
     for distance in range(0, EXTENTS.W):
         peer = (rank + distance) % EXTENTS.W
         there = (expert // EXTENTS.LOCAL == peer) & (expert < EXTENTS.E) & (first < last)
         ctx.store(mine + expert - peer * EXTENTS.LOCAL, tally, peer, mask=there)
-        for begin in range(first * EXTENTS.K, last * EXTENTS.K, PAIRS):
-            pair = begin + tl.arange(0, PAIRS)
-            mask = pair < last * EXTENTS.K
-            chosen = load_experts(topk_ids + pair, mask, EXTENTS)
-            ctx.store(slot.ids + region + pair, chosen, peer, mask=mask)
-            if weighted:
-                weights = tl.load(topk_weights + pair, mask=mask)
-                ctx.store(slot.weights + region + pair, weights, peer, mask=mask)
         if program == 0:
             ctx.store(slot.tokens + rank, tl.cast(tokens, tl.int32), peer)
     peers = lanes()
@@ -96,76 +91,54 @@ def send(
     send_choices(ctx, slot, topk_ids, topk_weights, tokens=tokens, weighted=weighted, EXTENTS=EXTENTS)
     first, last = chunk_of(tokens, program, EXTENTS)
     if FORM.MOVES:
+        token = first + tl.arange(0, EXTENTS.STEP)
+        later = load_choices(topk_ids, token, token < last, EXTENTS)
         for step in range(steps_of(first, last, EXTENTS)):
             token = first + step * EXTENTS.STEP + tl.arange(0, EXTENTS.STEP)
-            bits = owner_bits(load_choices(topk_ids, token, token < last, EXTENTS), EXTENTS)
+            bits = owner_bits(later, EXTENTS)
+            # The next step's are under way while rows are sent.
+            following = token + EXTENTS.STEP
+            later = load_choices(topk_ids, following, following < last, EXTENTS)
             send_rows(ctx, slot, x, scales, token=token, bits=bits, FORM=FORM, EXTENTS=EXTENTS)
             # To this rank too, whose own rows are sent where they are divided.
             signal_all(ctx, slot.sent + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + step + 1)
 
 
 @triton.jit
-def add_tallies(slot, until, EXTENTS: tl.constexpr):
-    """Rows from each rank to each local expert, of the tokens of programs before ``until``, and of all: two blocks
-    ``[RANKS, LOCALS]``."""
-    RANKS: tl.constexpr = EXTENTS.RANKS
-    LOCALS: tl.constexpr = EXTENTS.LOCALS
-    TALLIES: tl.constexpr = EXTENTS.TALLIES
-    expert, rank = tl.arange(0, LOCALS), tl.arange(0, RANKS)
-    before = tl.zeros((RANKS, LOCALS), dtype=tl.int32)
-    whole = tl.zeros((RANKS, LOCALS), dtype=tl.int32)
-    for source in range(EXTENTS.W):
-        # Programs without tokens have sent none.
-        senders = tl.minimum(tl.load(slot.tokens + source), EXTENTS.PROGRAMS)
-        for begin in range(0, senders, TALLIES):
-            program = begin + tl.arange(0, TALLIES)
-            at = (source * EXTENTS.PROGRAMS + program) * EXTENTS.LOCAL
-            mask = (program < senders)[:, None] & (expert < EXTENTS.LOCAL)[None, :]
-            tally = tl.load(slot.tallies + at[:, None] + expert[None, :], mask=mask, other=0)
-            early = tl.sum(tl.where(program[:, None] < until, tally, 0), axis=0)
-            before += tl.where((rank == source)[:, None], early[None, :], 0)
-            whole += tl.where((rank == source)[:, None], tl.sum(tally, axis=0)[None, :], 0)
-    return before, whole
+def turn_of(turn, tokens, rank, program, EXTENTS: tl.constexpr):
+    """The source, and the tokens [first, last) of it, of a program's ``turn``: each step has one of each rank.
+
+    ``tokens``: of each rank.
+    """
+    source = (rank + turn % EXTENTS.W) % EXTENTS.W
+    first, last = chunk_of(of_rank(tokens, source, EXTENTS), program, EXTENTS)
+    first += turn // EXTENTS.W * EXTENTS.STEP
+    return source, first, tl.minimum(first + EXTENTS.STEP, last)
 
 
 @triton.jit
-def first_rows(total, alignment, EXTENTS: tl.constexpr):
-    """Where the rows of each local expert, ``total``, begin, and end with what is left free behind them.
-
-    ``alignment`` 0: each expert has room for all that may come. Else this depends on how many come.
-    """
-    LOCALS: tl.constexpr = EXTENTS.LOCALS
-    rows = tl.zeros((LOCALS,), dtype=tl.int32) + EXTENTS.W * EXTENTS.M
-    if alignment > 0:
-        rows = (total + alignment - 1) // alignment * alignment
-    rows = tl.where(tl.arange(0, LOCALS) < EXTENTS.LOCAL, rows, 0)
-    end = tl.cumsum(rows, axis=0)
-    return end - rows, end
-
-
-@triton.jit
-def place_step(slot, x, scales, layout, source, rank, first, last, start, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Copy the rows of a step's tokens of rank ``source``, from ``first`` on and before ``last``, to their experts.
-
-    ``start``: the row where the first of them goes, by expert. Returns how many there are, by expert.
-    """
-    expert, k = tl.arange(0, EXTENTS.LOCALS), choices(EXTENTS)
+def words_of_turn(slot, turn, tokens, rank, program, EXTENTS: tl.constexpr):
+    """What the rank has sent of its tokens."""
+    source, first, last = turn_of(turn, tokens, rank, program, EXTENTS)
     token = first + tl.arange(0, EXTENTS.STEP)
-    region = tl.cast(source, tl.int64) * (EXTENTS.M * EXTENTS.K)
-    chosen = load_choices(slot.ids + region, token, token < last, EXTENTS)
-    local = tl.where(owners(chosen, EXTENTS) == rank, chosen - rank * EXTENTS.LOCAL, -1)
-    is_expert = local[:, :, None] == expert[None, None, :]
-    has = tl.max(is_expert.to(tl.int32), axis=1)
-    # The row of each token at each expert, if it has one.
-    row = start[None, :] + tl.cumsum(has, axis=0) - has
-    place = tl.sum(tl.where(is_expert, row[:, None, :], 0), axis=2)
-    place = tl.where(local >= 0, place, -1)
-    at = region + tl.cast(token, tl.int64)[:, None] * EXTENTS.K + k[None, :]
+    return load_words(slot, tl.cast(source, tl.int64) * EXTENTS.M + token, token < last, EXTENTS)
+
+
+@triton.jit
+def place_step(
+    slot, x, scales, layout, word, source, rank, first, last, start, FORM: tl.constexpr, EXTENTS: tl.constexpr
+):
+    """Copy the rows of the tokens [first, last) of rank ``source``, of a step, to their experts.
+
+    ``word``: what it has sent of them. ``start``: of `rows_of`.
+    """
+    k, token = choices(EXTENTS), first + tl.arange(0, EXTENTS.STEP)
+    place = rows_of(word, start, source, rank, EXTENTS)
+    at = (tl.cast(source, tl.int64) * EXTENTS.M + token)[:, None] * EXTENTS.K + k[None, :]
     tl.store(layout.places + at, place, mask=(token < last)[:, None] & (k < EXTENTS.K)[None, :])
     if FORM.MOVES:
         # The row of an expert that was chosen twice is copied for the first choice.
-        again = (local[:, :, None] == local[:, None, :]) & (k[:, None] > k[None, :])[None, :, :]
-        copied = tl.where(tl.max(again.to(tl.int32), axis=2) > 0, -1, place)
+        copied = tl.where(word >= 0, place, -1)
         copy_rows(
             slot,
             x,
@@ -178,7 +151,6 @@ def place_step(slot, x, scales, layout, source, rank, first, last, start, FORM: 
             FORM=FORM,
             EXTENTS=EXTENTS,
         )
-    return tl.sum(has, axis=0)
 
 
 @triton.jit
@@ -187,6 +159,7 @@ def receive(
 ):
     """Steps 3 and 4."""
     DIVIDED: tl.constexpr = FORM.QUANTIZE != NOT
+    STARTS: tl.constexpr = EXTENTS.RANKS * EXTENTS.LOCALS
     rank, peers = ctx.cur_rank, lanes()
     if statistics is not None:
         # One rank behind the other, so that time is of one of them.
@@ -203,42 +176,50 @@ def receive(
             first=0,
             num_ranks=EXTENTS.W,
         )
-    most = tl.max(tl.load(slot.tokens + peers, mask=peers < EXTENTS.W, other=0), axis=0)
+    ranks = tl.arange(0, EXTENTS.RANKS)
+    tokens = tl.load(slot.tokens + ranks, mask=ranks < EXTENTS.W, other=0)
+    most = tl.max(tokens, axis=0)
     # Programs before this one have tokens if it has; the first writes what there is of all.
     if (program < most) | (program == 0):
-        before, whole = add_tallies(slot, program, EXTENTS)
+        # Of the first turn, under way while tallies are added up.
+        later = words_of_turn(slot, 0, tokens, rank, program, EXTENTS)
+        before, whole = add_tallies(slot, tokens, program, EXTENTS)
         total = tl.sum(whole, axis=0)
         begin, end = first_rows(total, alignment, EXTENTS)
-        # Where the next rows from each rank go.
-        start = begin[None, :] + tl.cumsum(whole, axis=0) - whole + before
+        start = tl.reshape(begin[None, :] + tl.cumsum(whole, axis=0) - whole + before, (STARTS,))
         first, last = chunk_of(most, program, EXTENTS)
-        for step in range(steps_of(first, last, EXTENTS)):
-            for distance in range(EXTENTS.W):
-                source = (rank + distance) % EXTENTS.W
-                first, last = chunk_of(tl.load(slot.tokens + source), program, EXTENTS)
-                first += step * EXTENTS.STEP
-                if first < last:
-                    # Own rows have not gone anywhere, unless they were divided.
-                    if FORM.MOVES & ((source != rank) | DIVIDED):
-                        flag = slot.sent + source * EXTENTS.PROGRAMS + program
+        steps = steps_of(first, last, EXTENTS)
+        # Of each rank's ``sent``; those of the call before are below the first of this one.
+        seen = tl.zeros_like(ranks) + call * EXTENTS.STEPS
+        for turn in range(steps * EXTENTS.W):
+            source, first, last = turn_of(turn, tokens, rank, program, EXTENTS)
+            word = later
+            # Of the next turn, under way while rows are copied.
+            later = words_of_turn(slot, turn + 1, tokens, rank, program, EXTENTS)
+            if first < last:
+                # Own rows have not gone anywhere, unless they were divided.
+                if FORM.MOVES & ((source != rank) | DIVIDED):
+                    value = call * EXTENTS.STEPS + turn // EXTENTS.W + 1
+                    # What has been seen of an earlier step may have said this one, too.
+                    if of_rank(seen, source, EXTENTS) - value < 0:
                         begun = begin_wait(statistics)
-                        ctx.wait(flag, call * EXTENTS.STEPS + step + 1, cmp="reached")
+                        sent = ctx.wait(slot.sent + source * EXTENTS.PROGRAMS + program, value, cmp="reached")
                         end_dispatch_wait(statistics, source, begun)
-                    of_source = (tl.arange(0, EXTENTS.RANKS) == source)[:, None]
-                    placed = place_step(
-                        slot,
-                        x,
-                        scales,
-                        layout,
-                        source=source,
-                        rank=rank,
-                        first=first,
-                        last=last,
-                        start=tl.sum(tl.where(of_source, start, 0), axis=0),
-                        FORM=FORM,
-                        EXTENTS=EXTENTS,
-                    )
-                    start += tl.where(of_source, placed[None, :], 0)
+                        seen = tl.where(ranks == source, sent, seen)
+                place_step(
+                    slot,
+                    x,
+                    scales,
+                    layout,
+                    word=word,
+                    source=source,
+                    rank=rank,
+                    first=first,
+                    last=last,
+                    start=start,
+                    FORM=FORM,
+                    EXTENTS=EXTENTS,
+                )
         if program == 0:
             expert = tl.arange(0, EXTENTS.LOCALS)
             tl.store(layout.counts + expert, total, mask=expert < EXTENTS.LOCAL)

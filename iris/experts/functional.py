@@ -147,11 +147,14 @@ def _keep_choices(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _dispatch_back(ctx: Any, of_rows: Tensor, *others: Any) -> tuple:
     (topk_ids,) = ctx.saved_tensors
-    # A token has one row of an expert, however often it has chosen it.
+    of_x = _combine(of_rows.contiguous(), topk_ids, first_choices(topk_ids), ctx.experts, ctx.layout)
+    return of_x, None, None, None, None
+
+
+def first_choices(topk_ids: Tensor) -> Tensor:
+    """float32 weights by which each row of a token counts once: it has one of an expert, however often it chose it."""
     same = topk_ids[:, :, None] == topk_ids[:, None, :]
-    again = torch.tril(same, diagonal=-1).any(dim=-1)
-    once = torch.where(again, 0.0, 1.0)
-    return _combine(of_rows.contiguous(), topk_ids, once, ctx.experts, ctx.layout), None, None, None, None
+    return torch.where(torch.tril(same, diagonal=-1).any(dim=-1), 0.0, 1.0)
 
 
 def _keep_rows(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -162,18 +165,22 @@ def _keep_rows(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _combine_back(ctx: Any, of_out: Tensor) -> tuple:
     y, topk_ids, *given = ctx.saved_tensors
-    calls = calls_of(ctx.experts)
     weights = given[0] if given else torch.ones_like(topk_ids, dtype=torch.float32)
     rows, _, _, places, of_rows = _dispatch(of_out.contiguous(), topk_ids, weights, ctx.experts, ctx.layout)
     to_y = (rows.float() * of_rows.view(*rows.shape[:-1], 1)).to(y.dtype)
     if not ctx.weighted:
         return to_y, None, None, None, None
     products = (y.float() * rows.float()).sum(dim=-1).flatten()
-    here = torch.where(places >= 0, products[places.clamp(min=0).long()], 0.0)
+    return to_y, None, to_choices(products, places, topk_ids.shape[0], ctx.experts), None, None
+
+
+def to_choices(of_rows: Tensor, places: Tensor, tokens: int, experts: str) -> Tensor:
+    """Numbers of rows, float32 ``[rows]``, to the choices that these are of, on the tokens' ranks: ``[tokens, K]``."""
+    calls = calls_of(experts)
+    here = torch.where(places >= 0, of_rows[places.clamp(min=0).long()], 0.0)
     # Of each rank's tokens to that rank; an expert is on one, so the sum over ranks adds nothing to it but zeros.
     back = collectives.all_to_all(here.flatten(), collectives.name_of(calls.context, calls.group))
-    to_weights = back.view_as(here).sum(dim=0)[: topk_ids.shape[0]]
-    return to_y, None, to_weights, None, None
+    return back.view_as(here).sum(dim=0)[:tokens]
 
 
 register_autograd(_dispatch, _dispatch_back, setup_context=_keep_choices)

@@ -27,6 +27,8 @@ class Extents(NamedTuple):
     CHOICES: int
     RANKS: int
     """The one from W on."""
+    COUNTED: int
+    """Tokens whose choices a program compares with each other."""
     STEP: int
     """Tokens of a rank that a program moves together, in a step of its own flag."""
     STEPS: int
@@ -57,7 +59,7 @@ class Slot(NamedTuple):
     returned: Any
     tokens: Any
     tallies: Any
-    ids: Any
+    choices: Any
     weights: Any
     rows: Any
     partials: Any

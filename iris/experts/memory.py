@@ -12,7 +12,7 @@ and "receiver p" are the p-th of them. The symmetric part of a slot:
     returned  [W, P]         sender p of combine on d, on the others         receiver p of combine
     tokens    [W]            sender 0 of dispatch on s, on all               receivers of dispatch, all of combine
     tallies   [W, P, LOCAL]  sender p of dispatch on s, on all               every receiver of dispatch
-    ids       [W, M, K]      s's dispatch, its own choices on all            receivers of dispatch, own ones combine
+    choices   [W, M, K]      s's dispatch, its own on all                    receivers of dispatch, own ones combine
     weights   [W, M, K]      s's dispatch or combine, its own on all         combine
     rows      [W, M, H]      s's dispatch, where experts are                 receiver p of dispatch
     partials  [W, M, H]      d's combine, on the token's rank                receiver p of combine
@@ -33,8 +33,8 @@ others of the same dispatch have ended or not, and in combine n both find n.
 The flags only rise and are never reset; waits are for a value to be *reached*, by a wrapping difference.
 Each is a release at system scope behind what its program has stored, and is waited for with acquire:
 
-1. ``routed[s]`` is n P when all senders of rank s have sent tokens, tallies, ids and weights of dispatch n: none adds
-   for the n-th time before all have for the (n - 1)-th, which was an earlier launch.
+1. ``routed[s]`` is n P when all senders of rank s have sent tokens, tallies, choices and weights of dispatch n: none
+   adds for the n-th time before all have for the (n - 1)-th, which was an earlier launch.
 2. ``sent[s, p]`` is at n S + i, S being `Extents.STEPS`, when sender p of s has sent the rows of i steps. Who waits for
    it serves the same share of the tokens.
 3. ``weighed[s, p]`` is n when sender p of s has sent its weights in combine n.
@@ -43,10 +43,10 @@ Each is a release at system scope behind what its program has stored, and is wai
 
 Why dispatch n + 1 of rank s may write to d what dispatch n wrote: it is a launch behind combine n of s, whose receivers
 have all waited for the last value of ``returned[d, p]``, each for its p. So all senders of d's combine had read what
-they read of other ranks; d's receivers read their own rank's tokens, ids and weights alone, and ``partials``, of which
-below. What d's dispatch n reads, its receivers had read when d's combine began, a launch behind them. The host gives a
-slot to another dispatch only behind the combine; without one, `Received.release` enqueues a barrier of all ranks, which
-does the same.
+they read of other ranks; d's receivers read their own rank's tokens, choices and weights alone, and ``partials``, of
+which below. What d's dispatch n reads, its receivers had read when d's combine began, a launch behind them. The host
+gives a slot to another dispatch only behind the combine; without one, `Received.release` enqueues a barrier of all
+ranks, which does the same.
 
 Why combine n of s may write weights to d: nothing reads them in dispatch, and d's combine n - 1 is over, by the above.
 
@@ -78,9 +78,9 @@ ALIGNMENT = 1024
 # of how many a program adds up the rows at a time.
 STEP, SUMS = 4, 1
 # Bytes of each row that a program sends at a time, copies (more, since nothing is computed), and adds up.
-BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 4096, 4096
-# Numbers that a program compares at a time, and numbers of rows that it adds up.
-AT_ONCE, TALLIES = 16384, 4096
+BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 8192, 2048
+# Choices that a program compares with each other, and numbers of rows that it adds up at a time.
+PAIRS, TALLIES = 128, 2048
 # Of `iris.ops.combine_in_stages`: stages at most, and tokens of a rank that have a flag for each.
 STAGES, STAGED_TOKENS = 6, 32
 
@@ -105,8 +105,7 @@ def extents(
 ) -> Extents:
     """Of ``size`` ranks on which so many programs send, and as many receive."""
     local = num_experts // size
-    experts, choices = next_power_of_2(num_experts), next_power_of_2(top_k)
-    step = max(1, min(STEP, AT_ONCE // (experts * choices)))
+    choices = next_power_of_2(top_k)
     return Extents(
         W=size,
         E=num_experts,
@@ -114,14 +113,15 @@ def extents(
         K=top_k,
         M=max_tokens,
         H=hidden,
-        EXPERTS=experts,
+        EXPERTS=next_power_of_2(num_experts),
         LOCALS=next_power_of_2(local),
         CHOICES=choices,
         RANKS=next_power_of_2(size),
-        STEP=step,
-        STEPS=cdiv(cdiv(max_tokens, programs), step) + 1,
+        COUNTED=max(1, PAIRS // choices),
+        STEP=STEP,
+        STEPS=cdiv(cdiv(max_tokens, programs), STEP) + 1,
         PROGRAMS=programs,
-        SUMS=min(step, SUMS),
+        SUMS=SUMS,
         BLOCK=min(next_power_of_2(hidden), BLOCK_BYTES // dtype.itemsize),
         ADDED=min(next_power_of_2(hidden), ADDED_BYTES // dtype.itemsize),
         COPIED=COPIED,
@@ -142,7 +142,7 @@ def slot_parts(extents: Extents | FewTokens, dtype: torch.dtype) -> list[Part]:
         "returned": (W, programs),
         "tokens": (W,),
         "tallies": (W, programs, extents.LOCAL),
-        "ids": (W, M, K),
+        "choices": (W, M, K),
         "weights": (W, M, K),
         "rows": (W, M, H),
         "partials": (W, M, H),

@@ -24,19 +24,19 @@ def _never() -> bool:
 class Life:
     """Owned by the storage of a tensor: its end is the death of the last tensor over that storage."""
 
-    __slots__ = ("number", "freed", "_deaths", "_capturing")
+    __slots__ = ("number", "freed", "deaths", "_capturing")
 
     def __init__(self, number: int, deaths: deque[tuple[int, bool]], capturing: Callable[[], bool]) -> None:
         self.number = number
         self.freed = False
-        self._deaths = deaths
+        self.deaths = deaths
         self._capturing = capturing
 
     def end(self) -> None:
         """Report the death, once."""
         if not self.freed:
             self.freed = True
-            self._deaths.append((self.number, self._capturing()))
+            self.deaths.append((self.number, self._capturing()))
 
     # May run in any thread, between any two instructions: appending to a deque is all that is safe.
     __del__ = end

@@ -40,7 +40,7 @@ def described(given: dict[str, torch.Tensor]) -> str:
 class Call(NamedTuple):
     """What one of the products was called with. ``a``: ``[M, K]``, this rank's; ``b``: ``[K, N]``.
 
-    Of `GATHERS_COLUMNS`, ``b`` is ``[W K, N]``.
+    Of `GATHERS_COLUMNS`, ``b`` is ``[W K, N]``. ``gathered``: of `GATHERS_A`, where the A of all ranks is left besides.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Call(NamedTuple):
     bias: torch.Tensor | None
     scale_a: torch.Tensor | None
     scale_b: torch.Tensor | None
+    gathered: torch.Tensor | None = None
 
     @property
     def title(self) -> str:
@@ -98,8 +99,16 @@ class Call(NamedTuple):
     def given(self) -> dict[str, torch.Tensor]:
         """The tensors by their roles."""
         given = {"out": self.out, "A": self.a, "B": self.b}
-        may_be_given = {"bias": self.bias, "scale_a": self.scale_a, "scale_b": self.scale_b}
+        may_be_given = {"bias": self.bias, "scale_a": self.scale_a, "scale_b": self.scale_b, "gathered": self.gathered}
         return given | {role: tensor for role, tensor in may_be_given.items() if tensor is not None}
+
+    def gathered_by_rank(self, size: int) -> torch.Tensor | None:
+        """``gathered`` as ``[W, M, K]``, a view; None where there is none, or nothing to leave there."""
+        if self.gathered is None or not self.gathered.numel():
+            return None
+        M, K = self.a.shape
+        by_rows = self.name == GATHERS_ROWS
+        return self.gathered.unflatten(0, (size, M)) if by_rows else self.gathered.unflatten(1, (size, K)).movedim(1, 0)
 
     def _problem(self, size: int) -> str | None:
         """What is wrong, in words."""
@@ -128,13 +137,29 @@ class Call(NamedTuple):
         for role, scale, most in (("scale_a", self.scale_a, self.rows), ("scale_b", self.scale_b, N)):
             if scale is not None and (scale.dtype != torch.float32 or scale.numel() not in (1, most)):
                 return f"{role} is float32, of 1 or {most} elements"
-        if out.is_neg():
-            return "out is to be read with the other sign, as the imaginary part of a conjugate; give it another output"
-        if any(n > 1 and not stride for n, stride in zip(out.shape, out.stride(), strict=True)):
-            return "elements of out are one place in memory, as those of x.expand() are; give it an output of its own"
-        for role, matrix in (("A", a), ("B", b)):
-            if overlap(out, matrix):
-                return f"out and {role} overlap in memory; give it an output of its own"
+        if self.gathered is not None:
+            M, K = a.shape
+            whole = (M * size, K) if self.name == GATHERS_ROWS else (M, K * size)
+            if self.gathered.dtype != a.dtype or tuple(self.gathered.shape) != whole:
+                return f"gathered has to be {list(whole)}, of the dtype of A"
+            if not N and self.gathered.numel():
+                return "B has no columns, so that no A is moved; gather it by ctx.ccl.all_gather()"
+        return self._problem_of_places()
+
+    def _problem_of_places(self) -> str | None:
+        """What is wrong with where results are to be."""
+        read = {"A": self.a, "B": self.b}
+        for role, written in (("out", self.out), ("gathered", self.gathered)):
+            if written is None:
+                continue
+            if written.is_neg():
+                return f"{role} is to be read with the other sign, as the imaginary part of a conjugate; give another"
+            if any(n > 1 and not stride for n, stride in zip(written.shape, written.stride(), strict=True)):
+                return f"elements of {role} are one place in memory, as those of x.expand() are; give another one"
+            for other, matrix in read.items():
+                if overlap(written, matrix):
+                    return f"{role} and {other} overlap in memory; give it an output of its own"
+            read[role] = written
         return None
 
 

@@ -75,7 +75,7 @@ def choose(call: Call, size: int, programs: int, gpu: Figures | None, by_vendor:
         depth = DEPTH // call.a.itemsize
         config = FusedConfig(use_gluon=True, block_size_m=128, block_size_n=columns, block_size_k=depth)
         if hopper.problem(call, config) is None:
-            ways[config] = fused_us(case, config, plan(call, size, programs, config, gpu))
+            ways[config] = fused_us(case, config, plan(call, size, programs, config, gpu)) + kept_us(case)
     if by_vendor and hopper.is_hopper() and call.a.itemsize == 1 and call.name in COPIED:
         ways[COPIES] = copies_us(case)
     if not ways:
@@ -293,6 +293,15 @@ def scheduled_us(case: Case, config: FusedConfig, plan: Plan) -> float:
         np.maximum(busy, there[units], out=busy)
         busy += round_us(case, len(busy), takes[units], read[units].sum())
     return float(done.max())
+
+
+def kept_us(case: Case) -> float:
+    """Microseconds in which a gathered A that the caller keeps is copied behind the kernel: read once, written once.
+
+    The vendor's GEMM and the copy engines have it where the caller keeps it.
+    """
+    kept = 0 if case.call.gathered is None else case.call.gathered.nbytes
+    return 2 * kept / reading_GBps(case.gpu) / 1e3
 
 
 def together_us(case: Case, product: float, sent: float) -> float:

@@ -41,8 +41,9 @@ from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.experts.combine import DISPATCHED, UNWEIGHTED, add_up, load_rows, places_of
 from iris.experts.expert_parallel import ExpertParallel
 from iris.experts.memory import STAGED_TOKENS
+from iris.experts.numbering import load_sent_choices
 from iris.experts.received import Received
-from iris.experts.routing import choices, has_bit, load_choices, owner_bits, wait_others
+from iris.experts.routing import choices, has_bit, owner_bits, wait_others
 from iris.heap import describe_address
 from iris.heap.history import debugging
 from iris.language.barrier import lanes
@@ -139,7 +140,7 @@ def finish(
     rank = ctx.cur_rank
     token, region = first + tl.arange(0, TOKENS), tl.cast(rank, tl.int64) * EXTENTS.M
     there = token < tl.load(slot.tokens + rank)
-    expert = load_choices(slot.ids, region + token, there, EXTENTS)
+    expert = load_sent_choices(slot, region + token, there, EXTENTS)
     stages = tl.where(expert >= 0, stage_of(expert % EXTENTS.LOCAL, STAGES), STAGES.NUMBER - 1)
     left = (tl.min(stages, axis=1) == stage) & there
     while tl.max(left.to(tl.int32), axis=0) > 0:
@@ -147,7 +148,7 @@ def finish(
         left = left & (token != chosen)
         one = chosen + tl.arange(0, 1)
         rows, weights = places_of(slot, layout.places, region + one, one >= 0, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-        bits = owner_bits(load_choices(slot.ids, region + one, one >= 0, EXTENTS), EXTENTS)
+        bits = owner_bits(load_sent_choices(slot, region + one, one >= 0, EXTENTS), EXTENTS)
         for start in range(0, EXTENTS.H, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = (columns < EXTENTS.H)[None, :]

@@ -171,7 +171,10 @@ def chunks(rows: int, columns: int, programs: int) -> list[slice]:
 
 def _all_gather_matmul(copies: Copies, call: Call) -> None:
     m, K = call.a.shape
-    gathered = copies.data[copies.rank].view(copies.size, m, K)
+    shared = copies.data[copies.rank].view(copies.size, m, K)
+    # Peers read this rank's own rows alone, so the rows of the others may come where the caller keeps them.
+    kept = call.gathered_by_rank(copies.size)
+    gathered = shared if kept is None else kept
     product = Product(call)
 
     def multiply(a: torch.Tensor, begin: int, end: int) -> None:
@@ -179,11 +182,13 @@ def _all_gather_matmul(copies: Copies, call: Call) -> None:
 
     copies.fork()
     with copies.beside():
-        gathered[copies.rank].copy_(call.a)
+        shared[copies.rank].copy_(call.a)
         copies.meet("tell ready")
+        if kept is not None:
+            kept[copies.rank].copy_(call.a)
     multiply(call.a, copies.rank * m, (copies.rank + 1) * m)
     for peer in copies.peers():
-        theirs = copies.data[peer].view_as(gathered)[peer]
+        theirs = copies.data[peer].view_as(shared)[peer]
         with copies.beside():
             copies.meet("await ready", peer)
         for rows in chunks(m, call.out.shape[1], copies.programs):

@@ -15,31 +15,21 @@ matrices, or bf16 where they are fp8. Fp8 and scales have no gradient: neither p
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.library import register_autograd, register_fake
 
 from iris.ccl import functional as collectives
-from iris.ccl.functional import find, size_of
-from iris.errors import InvalidCollectiveError, InvalidGroupError
+from iris.ccl.functional import size_of
+from iris.errors import InvalidCollectiveError
 from iris.operators.registration import LIBRARY, operator
 from iris.ops.call import WIDE
-from iris.ops.operations import OperationsContext
-
-
-def _context(ranks: str) -> OperationsContext:
-    """Whose ranks they are: all of a context's, since the fused operations are among these."""
-    context, group = find(ranks)
-    if group not in (None, dist.group.WORLD):
-        raise InvalidGroupError(
-            "The fused operations are among all ranks of a context, and this is the name of a group. Take "
-            "iris.ccl.functional.name_of(ctx)."
-        )
-    return cast(OperationsContext, context)
-
+from iris.ops.experts_functional import experts_mlp as experts_mlp
+from iris.ops.named_ranks import context_named
+from iris.ops.norm_operators import all_reduce_rms_norm as all_reduce_rms_norm
+from iris.ops.norm_operators import all_reduce_rms_norm_by_row as all_reduce_rms_norm_by_row
 
 # Rows of the result, by those of A and the number of ranks.
 ROWS = {
@@ -61,6 +51,10 @@ def _out(name: str, a: Tensor, b: Tensor, size: int, dtype: torch.dtype | None) 
     return a.new_empty(rows, b.shape[1], dtype=dtype or (torch.bfloat16 if a.itemsize == 1 else a.dtype))
 
 
+def _out_and_a(name: str, a: Tensor, b: Tensor, size: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    return _out(name, a, b, size, dtype), a.new_empty(ROWS[name](a.shape[0], size), a.shape[1])
+
+
 @operator("all_gather_matmul")
 def all_gather_matmul(
     a: Tensor,
@@ -72,10 +66,31 @@ def all_gather_matmul(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The rows of all ranks' ``a``, times ``b``: ``(M / W, K)``, ``(K, N)`` → ``(M, N)``."""
-    context = _context(ranks)
+    context = context_named(ranks)
     out = _out("all_gather_matmul", a, b, context.num_ranks, dtype)
     context.ops.all_gather_matmul(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
     return out
+
+
+@operator("all_gather_matmul_return_a")
+def all_gather_matmul_return_a(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    ranks: str,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `all_gather_matmul`, and the rows of all ranks' ``a``: ``(M / W, K)``, ``(K, N)`` → ``(M, N)``, ``(M, K)``.
+
+    For what else is made of these rows, such as other products with them. Backward gathers them no more. On all ranks
+    the second result has a gradient, or on none.
+    """
+    context = context_named(ranks)
+    out, gathered = _out_and_a("all_gather_matmul", a, b, context.num_ranks, dtype)
+    context.ops.all_gather_matmul(out, a, b, bias, gathered=gathered, scale_a=scale_a, scale_b=scale_b)
+    return out, gathered
 
 
 @operator("all_gather_matmul_k")
@@ -89,7 +104,7 @@ def all_gather_matmul_k(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The columns of all ranks' ``a``, times ``b``: ``(M, K / W)``, ``(K, N)`` → ``(M, N)``."""
-    context = _context(ranks)
+    context = context_named(ranks)
     out = _out("all_gather_matmul_k", a, b, context.num_ranks, dtype)
     context.ops.all_gather_matmul(out, a, b, bias, gather_dim="k", scale_a=scale_a, scale_b=scale_b)
     return out
@@ -106,7 +121,7 @@ def matmul_all_gather(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The rows of every rank's ``a b``: ``(M, K)``, ``(K, N)`` → ``(W * M, N)``."""
-    context = _context(ranks)
+    context = context_named(ranks)
     out = _out("matmul_all_gather", a, b, context.num_ranks, dtype)
     context.ops.matmul_all_gather(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
     return out
@@ -123,7 +138,7 @@ def matmul_reduce_scatter(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """This rank's rows of the sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M / W, N)``."""
-    context = _context(ranks)
+    context = context_named(ranks)
     out = _out("matmul_reduce_scatter", a, b, context.num_ranks, dtype)
     context.ops.matmul_reduce_scatter(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
     return out
@@ -140,79 +155,10 @@ def matmul_all_reduce(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M, N)``."""
-    context = _context(ranks)
+    context = context_named(ranks)
     out = _out("matmul_all_reduce", a, b, context.num_ranks, dtype)
     context.ops.matmul_all_reduce(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
     return out
-
-
-@operator("all_reduce_rms_norm")
-def all_reduce_rms_norm(
-    a: Tensor,
-    weight: Tensor,
-    residual: Tensor | None,
-    eps: float,
-    ranks: str,
-    scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``x``, the sum of all ranks' ``a`` plus ``residual``: normalised, and as it is.
-
-    ``a``, ``residual`` and results: ``[..., H]``; ``weight``: ``[H]``. What is given is fp16, bf16 or fp32. The first
-    result has this ``dtype``, by default that of ``a``. Fp8 is saturated, and divided by ``scale``, one float32 on the
-    device, if that is given. The second has the dtype of the residual; without one it is empty, ``[0]``, since no
-    kernel stores the sum then: give zeros to get it.
-
-    Raises `InvalidCollectiveError` for other shapes and dtypes, for a scale without fp8, and where a result of fp8 was
-    to have a gradient; `InvalidGroupError` if ``ranks`` are not all of a context. The gradient without a residual
-    forms the sum once more.
-    """
-    out, x = _rows_like(a, dtype), _sums_like(a, residual)
-    _normalise(out, a, weight, eps, ranks, residual, x, scale=scale)
-    return out, x
-
-
-@operator("all_reduce_rms_norm_by_row")
-def all_reduce_rms_norm_by_row(
-    a: Tensor, weight: Tensor, residual: Tensor | None, eps: float, ranks: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `all_reduce_rms_norm`, to fp8 with a scale for each row, which is the third result: ``[..., 1]``, float32.
-
-    It is what makes the largest of the row the largest number of ``dtype``, and what the first result has to be
-    multiplied by: ``scale_a`` of the product behind. No gradient.
-    """
-    out, x, row_scales = _rows_like(a, dtype), _sums_like(a, residual), _scales_like(a)
-    _normalise(out, a, weight, eps, ranks, residual, x, row_scales=row_scales)
-    return out, x, row_scales
-
-
-def _normalise(
-    out: Tensor,
-    a: Tensor,
-    weight: Tensor,
-    eps: float,
-    ranks: str,
-    residual: Tensor | None,
-    x: Tensor,
-    **scaling: Any,
-) -> None:
-    """Fill ``out`` and ``x``, which is contiguous as the residual need not be."""
-    adds = residual is not None
-    if residual is not None:
-        x.copy_(residual)
-    _context(ranks).ops.all_reduce_rms_norm(out, a, weight, eps, residual=x if adds else None, **scaling)
-
-
-def _rows_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _sums_like(a: Tensor, residual: Tensor | None) -> Tensor:
-    return a.new_empty(0) if residual is None else _rows_like(residual)
-
-
-def _scales_like(a: Tensor) -> Tensor:
-    return a.new_empty((*a.shape[:-1], 1), dtype=torch.float32)
 
 
 # What they return, for torch.compile ---------------------------------------------------------------------------------
@@ -228,18 +174,16 @@ def _fake(name: str) -> Callable[..., Tensor]:
 
 
 register_fake(all_gather_matmul, _fake("all_gather_matmul"))
+register_fake(
+    all_gather_matmul_return_a,
+    lambda a, b, bias, ranks, scale_a=None, scale_b=None, dtype=None: _out_and_a(
+        "all_gather_matmul", a, b, size_of(ranks), dtype
+    ),
+)
 register_fake(all_gather_matmul_k, _fake("all_gather_matmul_k"))
 register_fake(matmul_all_gather, _fake("matmul_all_gather"))
 register_fake(matmul_reduce_scatter, _fake("matmul_reduce_scatter"))
 register_fake(matmul_all_reduce, _fake("matmul_all_reduce"))
-register_fake(
-    all_reduce_rms_norm,
-    lambda a, weight, residual, eps, ranks, scale=None, dtype=None: (_rows_like(a, dtype), _sums_like(a, residual)),
-)
-register_fake(
-    all_reduce_rms_norm_by_row,
-    lambda a, weight, residual, eps, ranks, dtype: (_rows_like(a, dtype), _sums_like(a, residual), _scales_like(a)),
-)
 
 
 # Under torch.autocast ------------------------------------------------------------------------------------------------
@@ -260,7 +204,7 @@ def _autocast(name: str, device_type: str) -> Callable[..., Tensor]:
     return call
 
 
-for _name in ROWS:
+for _name in (*ROWS, "all_gather_matmul_return_a"):
     for _device_type in ("cpu", "cuda"):
         LIBRARY.impl(_name, _autocast(_name, _device_type), f"Autocast{_device_type.upper()}")
 
@@ -273,13 +217,24 @@ A, B, BIAS = range(3)
 
 
 def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _keep_operands(ctx, inputs, inputs[A])
+
+
+def _keep_gathered(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    _keep_operands(ctx, inputs, output[1])
+    # No gradient of the rows is None, and not zeros, for which no sum has to be formed.
+    ctx.set_materialize_grads(False)
+
+
+def _keep_operands(ctx: Any, inputs: tuple, left: Tensor) -> None:
+    """``left``: that one which is multiplied by B, for B's gradient."""
     a, b, bias, ctx.ranks, scale_a, scale_b, _ = inputs
     if a.itemsize == 1 or scale_a is not None or scale_b is not None:
         raise InvalidCollectiveError(
             f"A product of {a.dtype} {'without' if scale_a is scale_b is None else 'with'} scales has no gradient. "
             "Call it under torch.no_grad(), or give it fp16, bf16 or fp32, and no scales."
         )
-    ctx.save_for_backward(a, b)
+    ctx.save_for_backward(left, b)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
@@ -305,6 +260,20 @@ def _all_gather_matmul_back(ctx: Any, gradient: Tensor) -> tuple:
     to_a = matmul_reduce_scatter(rounded, b.t(), None, ctx.ranks)
     to_b = _product(ctx, B, collectives.all_gather(a, ctx.ranks).t(), rounded)
     return to_a, to_b, _bias(ctx, gradient), None, None, None, None
+
+
+def _all_gather_matmul_return_a_back(ctx: Any, of_out: Tensor | None, of_rows: Tensor | None) -> tuple:
+    gathered, b = ctx.saved_tensors
+    if of_out is None:
+        to_rows = torch.zeros_like(gathered) if of_rows is None else of_rows
+        return collectives.reduce_scatter(to_rows, ctx.ranks), None, None, None, None, None, None
+    rounded = of_out.to(gathered.dtype)
+    if of_rows is None:
+        to_a = matmul_reduce_scatter(rounded, b.t(), None, ctx.ranks)
+    else:
+        # A row's gradient is a sum over the ranks of what each has used it for: one sum for both.
+        to_a = collectives.reduce_scatter(torch.addmm(of_rows, rounded, b.t()), ctx.ranks)
+    return to_a, _product(ctx, B, gathered.t(), rounded), _bias(ctx, of_out), None, None, None, None
 
 
 def _all_gather_matmul_k_back(ctx: Any, gradient: Tensor) -> tuple:
@@ -337,44 +306,9 @@ def _matmul_all_reduce_back(ctx: Any, gradient: Tensor) -> tuple:
     return to_a, to_b, _bias(ctx, gradient), None, None, None, None
 
 
-def _keep_rows(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    a, weight, residual, ctx.eps, ctx.ranks, _, _ = inputs
-    _refuse_fp8(ctx, inputs, output)
-    ctx.dtype, ctx.adds = a.dtype, residual is not None
-    ctx.save_for_backward(output[1] if ctx.adds else a, weight)
-
-
-def _refuse_fp8(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    if output[0].itemsize == 1:
-        raise InvalidCollectiveError(
-            f"Normalised rows of {output[0].dtype} have no gradient. Call it under torch.no_grad(), or normalise to "
-            "fp16, bf16 or fp32."
-        )
-
-
-def _all_reduce_rms_norm_back(ctx: Any, of_out: Tensor, of_x: Tensor) -> tuple:
-    x, weight = ctx.saved_tensors
-    x, gain = (x if ctx.adds else collectives.all_reduce(x, ctx.ranks)).float(), weight.float()
-    shrink = torch.rsqrt(x.square().mean(-1, keepdim=True) + ctx.eps)
-    of_rows = of_out.float() * gain
-    to_x = shrink * (of_rows - x * shrink.square() * (of_rows * x).mean(-1, keepdim=True))
-    if ctx.adds:
-        to_x = to_x + of_x.float()
-    to_weight = (of_out.float() * x * shrink).reshape(-1, x.shape[-1]).sum(0)
-    # A rank's input is in the sums of all ranks; its weight and residual are its own.
-    to_a = collectives.all_reduce(to_x.to(ctx.dtype), ctx.ranks)
-    to_residual = to_x.to(of_x.dtype) if ctx.adds else None
-    return to_a, to_weight.to(weight.dtype), to_residual, None, None, None, None
-
-
-def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
-    """Of what `_refuse_fp8` lets nobody keep."""
-
-
 register_autograd(all_gather_matmul, _all_gather_matmul_back, setup_context=_keep)
+register_autograd(all_gather_matmul_return_a, _all_gather_matmul_return_a_back, setup_context=_keep_gathered)
 register_autograd(all_gather_matmul_k, _all_gather_matmul_k_back, setup_context=_keep)
 register_autograd(matmul_all_gather, _matmul_all_gather_back, setup_context=_keep)
 register_autograd(matmul_reduce_scatter, _matmul_reduce_scatter_back, setup_context=_keep)
 register_autograd(matmul_all_reduce, _matmul_all_reduce_back, setup_context=_keep)
-register_autograd(all_reduce_rms_norm, _all_reduce_rms_norm_back, setup_context=_keep_rows)
-register_autograd(all_reduce_rms_norm_by_row, _no_gradient, setup_context=_refuse_fp8)

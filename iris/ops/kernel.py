@@ -130,6 +130,30 @@ class Kernels(Algorithm):
             sender.join()
         if launch.result is not call.out:
             call.out.copy_(launch.result)
+        self._keep_gathered(call, buffers)
+
+    def _keep_gathered(self, call: Call, buffers: Buffers) -> None:
+        """Enqueue, behind the kernel, what copies the A of all ranks out of the workspace, if the call keeps it.
+
+        1. Peers have written what is read: each tile waits, with acquire, for the rows that it multiplies, and every
+           row of every peer is in a tile. The kernel is over before this begins, since the stream is one.
+        2. No peer writes over it before it is read. Each stores in its next call with this memory, of whatever kind,
+           once this rank has told it that it is ready, which the kernel of this rank's next call does. That one comes
+           behind this on the stream. It begins when what is before it is over, by its gdc_wait() too.
+        3. What is left over in the workspace nobody needs: who copies it writes to none but the caller's memory.
+
+        Its own rows a rank has never stored there.
+        """
+        gathered = call.gathered_by_rank(self._context.num_ranks)
+        if gathered is None:
+            return
+        size, rank = self._context.num_ranks, self._context.cur_rank
+        M, K = call.a.shape
+        # A rank's place may have room for more rows than it has.
+        there = buffers.data.view(size, -1, K)[:, :M]
+        for peers in (slice(0, rank), slice(rank + 1, size)):
+            gathered[peers].copy_(there[peers])
+        gathered[rank].copy_(call.a)
 
     def launch(self, call: Call, config: FusedConfig, buffers: Buffers) -> Launch:
         """What carries the call, compiled and loaded if that was not done for a call like it."""

@@ -69,6 +69,7 @@ class Operations:
         bias: torch.Tensor | None = None,
         *,
         gather_dim: str = "m",
+        gathered: torch.Tensor | None = None,
         scale_a: torch.Tensor | None = None,
         scale_b: torch.Tensor | None = None,
         config: FusedConfig | None = None,
@@ -80,8 +81,11 @@ class Operations:
         With ``gather_dim="k"`` its columns do, those of rank 0 first: ``(M, K / W)``, ``(K, N)`` → ``(M, N)``. Sums
         over the ranks are formed in float32 and rounded once, in the same order everywhere. By the vendor's GEMM or the
         Triton kernel: not with ``use_gluon`` or by copies.
+
+        ``gathered``, on all ranks or on none: ``(M, K)`` of A's dtype, with any strides, in which the A of all ranks is
+        left besides, for other products with it or for a gradient. Scales are not applied to it.
         """
-        call = Call(_gathering(gather_dim), out, A_shard, B, bias, scale_a, scale_b)
+        call = Call(_gathering(gather_dim), out, A_shard, B, bias, scale_a, scale_b, gathered)
         return self._run(call, config, async_op, workspace)
 
     def all_gather_matmul_preamble(
@@ -313,6 +317,8 @@ class Operations:
             self._abort_flag.interrupted(call.name, error)
             raise
         bump_version(call.out)
+        if call.gathered is not None:
+            bump_version(call.gathered)
         return Work(self._on_gpu) if async_op else None
 
     @torch.no_grad()
@@ -346,7 +352,8 @@ class Operations:
 
     def _choose(self, call: Call, by_vendor: bool) -> FusedConfig:
         """What is chosen where the caller does not say: it can carry the call."""
-        key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype, by_vendor, allows_tf32())
+        kept = call.gathered is not None
+        key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype, kept, by_vendor, allows_tf32())
         chosen = self._chosen.get(key)
         if chosen is None:
             gpu = figures_for(self._context) if self._on_gpu else None

@@ -196,6 +196,7 @@ class OperationsOverHosts(Operations):
     def _all_gather_matmul(self, call: Call, config: FusedConfig | None) -> None:
         shard, number, own = to_read(call.a), len(self._hosts), self._hosts.number
         rows, room = _of_ranks(call.out, self._context.num_ranks), _two_buffers(shard, number)
+        gathered = call.gathered_by_rank(self._context.num_ranks)
         beside = self._runs_beside(call, call.rows, shard.nbytes)
         waits: deque[Callable[[], None]] = deque()
 
@@ -205,10 +206,18 @@ class OperationsOverHosts(Operations):
 
         def multiply(host: int, a: torch.Tensor) -> None:
             out = self._order.of_host(rows, host)
-            part = call._replace(out=out.flatten(0, 1), a=a, scale_a=self._scales_of(call, host))
+            theirs = None if gathered is None else self._order.of_host(gathered, host)
+            part = call._replace(
+                out=out.flatten(0, 1),
+                a=a,
+                scale_a=self._scales_of(call, host),
+                gathered=None if theirs is None else theirs.flatten(0, 1),
+            )
             self._multiply(part, config, beside and bool(waits))
             if self._order.view_of_host(rows, host) is None:
                 self._order.write_of_host(rows, host, out)
+                if gathered is not None and theirs is not None:
+                    self._order.write_of_host(gathered, host, theirs)
 
         for distance in range(1, 1 + len(room)):
             bring(distance)

@@ -130,7 +130,7 @@ def _of_all_reduce(config: FusedConfig) -> Config:
 
 
 def _all_gather_matmul(ctx: CollectivesContext, call: Call, config: FusedConfig) -> None:
-    gathered = call.a.new_empty(call.rows, call.a.shape[1])
+    gathered = call.a.new_empty(call.rows, call.a.shape[1]) if call.gathered is None else call.gathered
     ctx.ccl.all_gather(gathered, call.a, config=_of_collective(config))
     Product(call)(call.out, gathered, call.bias)
 
@@ -140,7 +140,9 @@ def _all_gather_matmul_k(ctx: CollectivesContext, call: Call, config: FusedConfi
     gathered = call.a.new_empty(W * M, K)
     ctx.ccl.all_gather(gathered, call.a, config=_of_collective(config))
     # One product, so that the sum over the ranks is rounded once: their columns are put side by side before it.
-    Product(call)(call.out, gathered.view(W, M, K).transpose(0, 1).reshape(M, W * K), call.bias)
+    whole = call.a.new_empty(M, W * K) if call.gathered is None else call.gathered
+    whole.unflatten(1, (W, K)).copy_(gathered.view(W, M, K).transpose(0, 1))
+    Product(call)(call.out, whole, call.bias)
 
 
 def _matmul_all_gather(ctx: CollectivesContext, call: Call, config: FusedConfig) -> None:

@@ -98,6 +98,8 @@ def _variants(target: str) -> Iterator[Case]:
     room = leaving_room(8 * 32) if target in NVIDIA else {}  # as a launch asks for it
     for name, kernel in every.ROOMY.items():
         yield Case(f"ccl {name} of 8 ranks", kernel, every.arguments_of(kernel, W=8), {"num_warps": 8, **room})
+    for name, kernel in every.REGIONED.items():
+        yield Case(f"ccl {name} of several regions", kernel, every.arguments_of(kernel, regions=3))
     for (name, kernel), size in itertools.product(every.PUSHES.items(), (2, 4)):
         part = every.BLOCK_BYTES // size
         large, small = every.pushing(kernel, size, part, False), every.pushing(kernel, size, every.WARP_BYTES, True)

@@ -20,6 +20,7 @@ COLLECTIVES = {
     **dict.fromkeys(["counts", "epochs"], INT32),
     **dict.fromkeys(["words", "slots", "heap_table", "input", "output"], INT64),
     **dict.fromkeys(["send_counts", "send_displs", "recv_counts", "recv_displs"], INT64),
+    "regions": 1,
     **dict.fromkeys(["rows", "to_first", "from_first", "root", "factor"], 2),
     **dict.fromkeys(["to_last", "from_last"], 4),
     **dict.fromkeys(["row", "in_pitch", "out_pitch", "send_step", "recv_step", "length"], 4096),

@@ -17,6 +17,7 @@ from iris.ops.choose import (
     Case,
     choose,
     chunks_of,
+    kept_us,
     plan,
     read_us,
     rounds_us,
@@ -49,8 +50,25 @@ def call(name, M, N, K, dtype=torch.bfloat16, size=4):
     return Call(name, torch.empty(rows_out, columns, dtype=dtype, device="meta"), a, b, None, None, None)
 
 
+def keeping(given, size):
+    """The same call, whose gathered A is kept."""
+    (rows, depth), dtype = given.a.shape, given.a.dtype
+    return given._replace(gathered=torch.empty(size * rows, depth, dtype=dtype, device="meta"))
+
+
 def case(given, size, programs=PROGRAMS):
     return Case(given, size, programs, GPU)
+
+
+def test_a_gathered_a_that_is_kept_is_copied_behind_a_kernel(monkeypatch):
+    given = call("all_gather_matmul", 4096, 8192, 8192)
+    assert kept_us(case(given, 4)) == 0
+    # 64 MiB, read and written.
+    assert kept_us(case(keeping(given, 4), 4)) == pytest.approx(2 * (64 << 20) / READING / 1e3)
+    assert choose(keeping(given, 4), 4, PROGRAMS, GPU, True).use_gluon
+    # Where that took longer than a kernel saves, the vendor's GEMM would be taken, which has it anyway.
+    monkeypatch.setattr("iris.ops.choose.kept_us", lambda case: 1000)
+    assert choose(given, 4, PROGRAMS, GPU, True) == VENDOR
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

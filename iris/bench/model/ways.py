@@ -11,6 +11,7 @@ from iris import simulator
 from iris.bench.model.communication import Alone, ByTorch, Communication, Fused, FusedOperators
 from iris.bench.model.decoder import Compiler
 from iris.context import Iris
+from iris.inductor import compile_options
 
 FLOOR = "none"
 
@@ -26,6 +27,11 @@ def inductor(method: Callable) -> Callable:
     """torch.compile by its default; in the simulator, where that takes longer than all else, by AOTAutograd alone."""
     backend = "aot_eager" if simulator.ACTIVE else "inductor"
     return torch.compile(method, fullgraph=True, dynamic=False, backend=backend)
+
+
+def accelerated(method: Callable) -> Callable:
+    """By Inductor, in whose graphs Iris' operators take the place of torch's, as `iris.accelerate` has it for all."""
+    return torch.compile(method, fullgraph=True, dynamic=False, options=compile_options())
 
 
 def _by_the_vendor(ctx: Iris) -> Communication:
@@ -44,6 +50,7 @@ def _by_the_backend(ctx: Iris) -> Communication:
 WAYS = {
     "nccl": Way(_by_the_vendor),
     "nccl compiled": Way(_by_the_vendor, compiler=inductor),
+    "iris accelerate": Way(_by_the_vendor, compiler=accelerated),
     "iris backend": Way(_by_the_backend),
     "iris fused": Way(Fused),
     "iris fused compiled": Way(FusedOperators, compiler=inductor),

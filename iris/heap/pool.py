@@ -1,0 +1,246 @@
+"""Memory that peers can reach, handed out in the order of streams, as by torch's caching allocator.
+
+Contract
+--------
+*Taking and giving back are local*: peers learn from each call where a tensor lies (`iris.ccl.queue`), so it may lie
+elsewhere on each rank, and a rank whose garbage collector runs later than another's changes nothing for that one.
+
+*Memory belongs to the stream on which it was taken.* When the last tensor over it dies, the next request on that stream
+may get it at once: what uses it then is behind what used it before. Peers keep to that order too, since they store to a
+tensor, or load from it, only within a call that this rank has enqueued, between the call's beginning and its end. Other
+streams get the memory when nothing else is left, and then wait for its stream. Work on a further stream holds memory
+back only if `record_stream` is told, and otherwise has to be over, or waited for, when the tensor dies.
+
+*Memory that is used in the capture of a CUDA graph and dies there is never given out again*: a graph may be replayed at
+any time.
+"""
+
+import threading
+import weakref
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from iris import observer
+from iris.heap.allocator import Allocator, round_up
+from iris.heap.history import tensor_text
+from iris.heap.lifetime import Life
+from iris.heap.mapping import Mapping
+
+
+@dataclass
+class _Block:
+    """Bytes that one tensor has, or had; ``region`` is None where they are torch's.
+
+    ``others``: the further streams on which it is used. ``behind``: events of theirs, when it has died.
+    """
+
+    region: "_Region | None"
+    offset: int
+    room: int
+    stream: Any
+    text: str
+    others: list[Any] = field(default_factory=list)
+    behind: list[Any] = field(default_factory=list)
+
+
+class _Region:
+    """One mapping, of which tensors have parts."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.mapping, self.allocator = mapping, Allocator(mapping.size)
+        self.blocks: dict[int, _Block] = {}
+        mapping.owner = weakref.ref(self)
+
+    def name_at(self, offset: int) -> tuple[str, str]:
+        """Which tensor is there, or was, and what of it, in words."""
+        for block in list(self.blocks.values()):
+            if 0 <= offset - block.offset < block.room:
+                return f"{block.text} of a process group's memory", f"byte {offset - block.offset}"
+        return f"a process group's memory at offset {offset:#x}", "where no tensor is"
+
+    def describe_offset(self, offset: int) -> str:
+        """The same for messages about faults."""
+        return ", ".join(self.name_at(offset))
+
+    def progress(self) -> list[str]:
+        """What it holds, in words. Local; any thread."""
+        held = self.allocator.stats()
+        return [f"memory for tensors of a process group: {held.reserved} of {self.mapping.size} bytes taken"]
+
+
+class HandedOut(Life):
+    """That of a tensor of a pool, wherever its memory is."""
+
+    __slots__ = ()
+
+
+def is_handed_out(tensor: torch.Tensor) -> bool:
+    """Whether a pool made the tensor, or what it is a view of."""
+    return isinstance(getattr(tensor.untyped_storage(), "iris_owner", None), HandedOut)
+
+
+class Pool:
+    """The memory of one rank for the tensors of a group; from torch where there is none.
+
+    Attributes
+    ----------
+    size : int
+        Bytes of all regions.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.size = 0
+        self._device = device
+        self._regions: list[_Region] = []
+        self._lock = threading.Lock()
+        self._count = 0
+        self._blocks: dict[int, _Block] = {}
+        self._deaths: deque[tuple[int, bool]] = deque()
+        self._capturing = torch.cuda.is_current_stream_capturing if device.type == "cuda" else bool
+        # Those that have died, by the stream that may have them next, and their room.
+        self._idle: dict[tuple[Any, int], list[_Block]] = defaultdict(list)
+        # What streams wait for before they use memory that others gave up.
+        self._behind: list[Any] = []
+        # By stream: bytes in use, and the most there have been.
+        self._used: Counter[Any] = Counter()
+        self._most: Counter[Any] = Counter()
+        # The largest request that found no room, and did since the last region was added.
+        self._refused = 0
+
+    def add(self, mapping: Mapping) -> None:
+        """Hand out this memory too. Local."""
+        with self._lock:
+            self._regions.append(_Region(mapping))
+            self.size += mapping.size
+            self._refused = 0
+
+    def lacking(self, count: int, dtype: torch.dtype) -> int:
+        """How many bytes more, in one piece, would have held all tensors so far, and the next one of ``count``."""
+        with self._lock:
+            self._bury()
+            room, stream = _room(count * dtype.itemsize), self._current()
+            most = self._most.total() + max(0, self._used[stream] + room - self._most[stream])
+            # Where there is enough for all and no room for one, memory lies in pieces that are too small.
+            return max(most - self.size, self._refused, 0)
+
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of ``[count]``, undefined. Local. In a capture the memory is torch's, which belongs to the graph."""
+        if self._capturing():
+            return self._from_torch(count, dtype, HandedOut(0, deque(), self._capturing))
+        size, text = count * dtype.itemsize, tensor_text((count,), dtype)
+        with self._lock:
+            self._bury()
+            stream, room = self._current(), _room(size)
+            block = self._find(room, stream) or _Block(None, 0, room, stream, text)
+            block.text = text
+            self._count += 1
+            number = self._count
+            self._blocks[number] = block
+            self._used[stream] += room
+            self._most[stream] = max(self._most[stream], self._used[stream])
+            region = block.region
+            if region is None:
+                self._refused = max(self._refused, room)
+            else:
+                region.blocks[block.offset] = block
+        life = HandedOut(number, self._deaths, self._capturing)
+        if region is None:
+            return self._from_torch(count, dtype, life)
+        mapping = region.mapping
+        storage = mapping.storage(mapping.rank, block.offset, size, life)
+        if observer.recorder is not None:
+            # Undefined it is. But FSDP2 gives it to an operator that writes it and whose schema says that it reads it.
+            observer.recorder.allocated(mapping.bases[mapping.rank] + block.offset, size, text, undefined=False)
+        return torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, (count,))  # type: ignore[call-overload]
+
+    def _from_torch(self, count: int, dtype: torch.dtype, life: Life) -> torch.Tensor:
+        tensor = torch.empty(count, dtype=dtype, device=self._device)
+        tensor.untyped_storage().iris_owner = life
+        return tensor
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The number of the region in which the tensor begins, and where; None if it is in none."""
+        address = tensor.data_ptr()
+        for number, region in enumerate(self._regions):
+            offset = address - region.mapping.bases[region.mapping.rank]
+            if is_handed_out(tensor) and 0 <= offset < region.mapping.size:
+                return number, offset
+        return None
+
+    def peer(self, tensor: torch.Tensor, rank: int, region: int, offset: int) -> torch.Tensor:
+        """A tensor like ``tensor``, which is contiguous, at that place of the rank's memory; it owns nothing there."""
+        storage = self._regions[region].mapping.storage(rank, offset, tensor.nbytes)
+        return torch.empty(0, dtype=tensor.dtype, device=self._device).set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
+
+    def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Let the work on ``stream`` so far, and until the tensor dies, hold back its memory, if that is of this pool.
+
+        torch's own ``record_stream`` knows nothing of such memory.
+        """
+        life = getattr(tensor.untyped_storage(), "iris_owner", None)
+        if not isinstance(life, Life) or life.deaths is not self._deaths:
+            return
+        with self._lock:
+            block = self._blocks[life.number]
+            if block.region is not None and stream not in (block.stream, *block.others):
+                block.others.append(stream)
+
+    def _current(self) -> Any:
+        """The current stream; None on the CPU."""
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+    def _bury(self) -> None:
+        """Take back what has died."""
+        while self._deaths:
+            number, captured = self._deaths.popleft()
+            block = self._blocks.pop(number)
+            self._used[block.stream] -= block.room
+            if block.region is not None and not captured:
+                block.behind = [stream.record_event() for stream in block.others]
+                block.others = []
+                self._idle[block.stream, block.room].append(block)
+
+    def _find(self, room: int, stream: Any) -> _Block | None:
+        idle = self._idle.get((stream, room))
+        if idle:
+            block = idle.pop()
+            for event in block.behind:
+                stream.wait_event(event)
+            block.behind = []
+            return block
+        found = self._cut(room, stream)
+        if found is None and any(self._idle.values()):
+            self._gather()
+            found = self._cut(room, stream)
+        return found
+
+    def _cut(self, room: int, stream: Any) -> _Block | None:
+        """Memory that no stream has."""
+        for region in self._regions:
+            offset = region.allocator.allocate(room)
+            if offset is not None:
+                self._behind = [event for event in self._behind if not event.query()]
+                for event in self._behind:
+                    stream.wait_event(event)
+                return _Block(region, offset, room, stream, "")
+        return None
+
+    def _gather(self) -> None:
+        """Take from all streams what has died, so that neighbours join."""
+        blocks = [block for idle in self._idle.values() for block in idle]
+        self._idle.clear()
+        for stream in {block.stream for block in blocks} - {None}:
+            self._behind.append(stream.record_event())
+        for block in blocks:
+            assert block.region is not None
+            self._behind += block.behind
+            block.region.allocator.free(block.offset)
+            block.region.blocks.pop(block.offset, None)
+
+
+def _room(size: int) -> int:
+    """Bytes that a tensor of ``size`` takes, with a gap behind it while somebody looks for accesses past its end."""
+    return round_up(max(1, size if observer.recorder is None else size + observer.GAP))

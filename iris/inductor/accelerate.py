@@ -1,0 +1,54 @@
+"""`iris.accelerate`: the one line after which compiled models use Iris' operators."""
+
+from typing import Any, TypeVar
+
+import torch
+from torch.library import Library
+
+from iris.compat.inductor import add_graph_pass
+from iris.compat.inductor import graph_pass as inductor_pass
+from iris.inductor import graph_pass, groups, symm_mem  # noqa: F401 (makes the contexts of groups)
+from iris.inductor.report import FusionReport
+
+Model = TypeVar("Model", bound=torch.nn.Module | None)
+
+# What lasts as long as the process: torch's operators on Iris. Empty until they are.
+_on: list[Library] = []
+
+
+def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
+    """Let what torch.compile compiles in this process from now on communicate by Iris' fused operators. Local.
+
+    A ``model`` is compiled as well, by ``model.compile()``, and returned. Without one, call torch.compile yourself, in
+    any mode; the back end is Inductor, its default. In the graphs of both directions these are replaced, whatever the
+    process group and its back end: an all_reduce and RMSNorm behind it, with or without a residual between; a product
+    and all_reduce; all_gather and a product; a product and reduce_scatter. `fusion_report` says what was. torch's own
+    fused operators, `torch.ops.symm_mem.fused_all_gather_matmul` and its like, run on Iris then.
+
+    All ranks call it, since they have to compile the same graphs. When an operator first runs, the ranks of its group
+    meet on the host: run a model once before you capture it in a CUDA graph by hand, or `FirstUseInCaptureError` is
+    raised. Sums are formed in float32 and rounded once, so results differ by rounding from those of other back ends.
+    """
+    if not _on:
+        add_graph_pass(graph_pass.search, graph_pass.IDENTITY)
+        _on.extend(symm_mem.put_in_place())
+    if model is not None:
+        model.compile()
+    return model
+
+
+def compile_options() -> dict[str, Any]:
+    """``options`` of torch.compile with which this one function or model is searched, whatever else is compiled. Local.
+
+    As `accelerate` does otherwise, but for torch's own fused operators.
+    """
+    return {"post_grad_custom_pre_pass": inductor_pass(graph_pass.search, graph_pass.IDENTITY)}
+
+
+def fusion_report() -> FusionReport:
+    """What this process has found in the graphs that it has compiled: what was fused, and what not and why. Local.
+
+    A graph that Inductor takes from its cache on disk was searched when it was made, by another process perhaps, and is
+    not in the report: set ``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1`` to have all graphs searched here.
+    """
+    return graph_pass.report

@@ -1,0 +1,65 @@
+"""A product of matrices, and the sum of all ranks' products: `iris::matmul_all_reduce`."""
+
+import torch
+from torch.fx import Graph, Node
+
+from iris.ccl.functional import name_of_process_group
+from iris.compat.inductor import value_of
+from iris.inductor.nodes import arguments, aten, c10d, calls, only_user, place_of, reshaped_rows, waited
+from iris.inductor.report import Fusion, FusionReport, where
+from iris.ops.call import WIDE
+
+PATTERN = "product + all_reduce"
+
+
+def fuse(graph: Graph, report: FusionReport) -> None:
+    """Replace each such product and sum by one operator, in the place of the product."""
+    for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
+        product = arguments(node)[0]
+        while reshaped_rows(product):
+            product = product.args[0]
+        kept = _kept(node, product)
+        report.append(Fusion(PATTERN, kept, where(node)))
+        if kept is None:
+            _replace(graph, node, product)
+
+
+def _kept(node: Node, product: Node) -> str | None:
+    """Why this all_reduce is not fused with what it sums."""
+    if arguments(node)[1] != "sum":
+        return f"the reduction is {node.args[1]!r}"
+    if not calls(product, aten.mm.default):
+        what = f"the result of {product.target}" if product.op == "call_function" else "an input of the graph"
+        return f"what is summed is {what} and not of a product"
+    if not _is_all_for(product, node):
+        return "the product is used elsewhere"
+    if waited(node) is None:
+        return "the sum is used before it is waited for"
+    if value_of(product).dtype not in WIDE:
+        return f"the product is {value_of(product).dtype}"
+    return None
+
+
+def _is_all_for(product: Node, node: Node) -> bool:
+    """Whether nothing but ``node`` uses the product, or its reshapes before."""
+    while product is not node:
+        following = only_user(product)
+        if following is None:
+            return False
+        product = following
+    return True
+
+
+def _replace(graph: Graph, node: Node, product: Node) -> None:
+    input, _, group = arguments(node)
+    with graph.inserting_before(product):
+        given = (*product.args, None, name_of_process_group(group))
+        total = graph.call_function(torch.ops.iris.matmul_all_reduce.default, given)
+    total.meta = {**place_of(product), "val": value_of(product)}
+    product.replace_all_uses_with(total)
+    wait = waited(node)
+    assert wait is not None
+    # The reshapes between the product and its sum follow the sum now.
+    wait.replace_all_uses_with(total if input is product else input)
+    for gone in (wait, node, product):
+        graph.erase_node(gone)

@@ -1,0 +1,30 @@
+"""Operators for compiled graphs alone: they write over what the compiler knows that nobody reads any more."""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.library import register_fake
+
+from iris.ccl.functional import find
+from iris.operators.registration import operator
+from iris.ops.operations import OperationsContext
+
+
+@operator("all_reduce_add_rms_norm", writes=("residual",))
+def all_reduce_add_rms_norm(
+    a: Tensor, weight: Tensor, residual: Tensor, eps: float, ranks: str, dtype: torch.dtype
+) -> Tensor:
+    """As `iris.ops.functional.all_reduce_rms_norm`, but ``residual``, which is contiguous, becomes the sum."""
+    out = torch.empty_like(a, dtype=dtype, memory_format=torch.contiguous_format)
+    context = cast(OperationsContext, find(ranks)[0])
+    context.ops.all_reduce_rms_norm(out, a, weight, eps, residual=residual)
+    return out
+
+
+register_fake(
+    all_reduce_add_rms_norm,
+    lambda a, weight, residual, eps, ranks, dtype: torch.empty_like(
+        a, dtype=dtype, memory_format=torch.contiguous_format
+    ),
+)

@@ -1,0 +1,195 @@
+"""The sum of all ranks' tensors, a residual added to it, and RMSNorm of that: `iris::all_reduce_add_rms_norm`.
+
+Norms are found by what they compute and not by their module: torch.nn.RMSNorm and those that models write themselves
+differ in where they convert and multiply.
+"""
+
+import operator
+from typing import NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from iris.ccl.functional import name_of_process_group
+from iris.compat.inductor import value_of, writes
+from iris.inductor.nodes import (
+    CONVERSIONS,
+    ancestors,
+    arguments,
+    aten,
+    c10d,
+    calls,
+    only_user,
+    place_of,
+    reshaped_rows,
+    users,
+    waited,
+)
+from iris.inductor.operators import all_reduce_add_rms_norm
+from iris.inductor.report import Fusion, FusionReport, where
+from iris.ops.call import WIDE
+
+PATTERN, WITH_RESIDUAL = "all_reduce + RMSNorm", "all_reduce + residual + RMSNorm"
+
+
+class Norm(NamedTuple):
+    """``result = x / sqrt(mean(x * x) + eps) * weight``, row by row."""
+
+    weight: Node
+    eps: float
+    result: Node
+
+
+class Sum(NamedTuple):
+    """An all_reduce, and what is normalised of it."""
+
+    all_reduce: Node
+    wait: Node
+    added: Node
+    """The result of the wait, or of a reshape of it: what the residual is added to."""
+    residual: Node | None
+    x: Node
+    """``added``, with the residual if there is one."""
+
+
+def fuse(graph: Graph, report: FusionReport) -> None:
+    """Replace each such sum and norm by one operator, whose two results are the norm's and the sum with the residual.
+
+    What else is computed of the sum, as training does for gradients, is computed of the operator's second result.
+    """
+    for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
+        total = _sum(node)
+        norm = None if total is None else _norm(total.x)
+        if total is None or norm is None:
+            continue
+        kept = _kept(total, norm)
+        report.append(Fusion(WITH_RESIDUAL if total.residual else PATTERN, kept, where(norm.result)))
+        if kept is None:
+            _replace(graph, total, norm)
+    graph.eliminate_dead_code()
+
+
+# What is there -------------------------------------------------------------------------------------------------------
+
+
+def _sum(all_reduce: Node) -> Sum | None:
+    """With the residual, if one is added to the sum before anything else is done with it."""
+    wait = waited(all_reduce)
+    if wait is None:
+        return None
+    added = wait
+    while reshaped_rows(following := only_user(added)):
+        added = following
+    add = only_user(added)
+    if calls(add, aten.add.Tensor) and not add.kwargs:
+        other = add.args[0] if add.args[1] is added else add.args[1]
+        if other is not added and isinstance(other, Node) and value_of(other).shape == value_of(added).shape:
+            return Sum(all_reduce, wait, added, other, add)
+    return Sum(all_reduce, wait, added, None, added)
+
+
+def _norm(x: Node) -> Norm | None:
+    """The norm of ``x``, if there is one."""
+    for wide in (x, *users(x, CONVERSIONS)):
+        for square in users(wide, (aten.pow.Tensor_Scalar, aten.mul.Tensor)):
+            for mean in users(square, aten.mean.dim):
+                if square.args in ((wide, 2), (wide, wide)) and _is_of_rows(mean):
+                    return _norm_by(wide, mean)
+    return None
+
+
+def _is_of_rows(mean: Node) -> bool:
+    """Whether the mean is along the last dimension, which it keeps."""
+    _, dims, *keepdim = arguments(mean)
+    return keepdim == [True] and list(dims) in ([-1], [value_of(mean).dim() - 1])
+
+
+def _norm_by(wide: Node, mean: Node) -> Norm | None:
+    """The norm of ``wide`` by the ``mean`` of its squares."""
+    for add in users(mean, (aten.add.Tensor, aten.add.Scalar)):
+        for root in users(add, aten.rsqrt.default):
+            for normalised in users(root, aten.mul.Tensor):
+                if set(normalised.args) == {wide, root} and isinstance(add.args[1], float):
+                    return _weighted(normalised, add.args[1])
+    return None
+
+
+def _weighted(normalised: Node, eps: float) -> Norm | None:
+    """The norm with its weight, and the conversions before and behind that."""
+    for each in (normalised, *users(normalised, CONVERSIONS)):
+        for product in users(each, aten.mul.Tensor):
+            weight = product.args[0] if product.args[1] is each else product.args[1]
+            if isinstance(weight, Node) and value_of(weight).shape == value_of(product).shape[-1:]:
+                converted = only_user(product)
+                return Norm(weight, eps, converted if calls(converted, CONVERSIONS) else product)
+    return None
+
+
+def _kept(total: Sum, norm: Norm) -> str | None:
+    """Why these are not fused."""
+    input, op, _ = arguments(total.all_reduce)
+    tensors = [each for each in (input, norm.weight, norm.result, total.residual) if isinstance(each, Node)]
+    others = [value_of(each).dtype for each in tensors if value_of(each).dtype not in WIDE]
+    if op != "sum":
+        return f"the reduction is {op!r}"
+    if others:
+        return f"there is a tensor of {others[0]}"
+    if total.x in ancestors(norm.weight, total.x):
+        return "the weight of the norm depends on the sum"
+    if total.residual is None:
+        inside = ancestors(norm.result, total.x) | {norm.result}
+        of_sum = [each for each in inside - {norm.result} if total.x in ancestors(each, total.x) | {each}]
+        if not {user for each in of_sum for user in each.users} <= inside:
+            return "the sum is used elsewhere, and no residual is added to it"
+    elif value_of(total.residual).dtype != value_of(total.x).dtype:
+        return f"the residual is {value_of(total.residual).dtype}, and with the sum {value_of(total.x).dtype}"
+    elif not value_of(total.residual).is_contiguous():
+        return "the residual is not contiguous"
+    return None
+
+
+# What comes in its place ---------------------------------------------------------------------------------------------
+
+
+def _replace(graph: Graph, total: Sum, norm: Norm) -> None:
+    input, _, group = arguments(total.all_reduce)
+    # What was reshaped behind the sum is reshaped before it.
+    total.wait.replace_all_uses_with(input)
+    graph.erase_node(total.wait)
+    graph.erase_node(total.all_reduce)
+    a = input if total.added is total.wait else total.added
+    ranks, dtype = name_of_process_group(group), value_of(norm.result).dtype
+    if total.residual is None:
+        with graph.inserting_before(norm.result):
+            given = (a, norm.weight, None, norm.eps, ranks, None, dtype)
+            call = graph.call_function(torch.ops.iris.all_reduce_rms_norm.default, given)
+        _put(graph, call, (norm.result,))
+        return
+    # A weight that is computed, as 1 + w is, may come behind the sum, whose users need the results before.
+    needed = ancestors(norm.weight, total.x) | {norm.weight}
+    for node in _between(total.x, norm.result):
+        if node in needed:
+            total.x.prepend(node)
+    with graph.inserting_before(total.x):
+        named = dict(a=a, weight=norm.weight, residual=total.residual, eps=norm.eps, ranks=ranks, dtype=dtype)
+        call = writes(graph, all_reduce_add_rms_norm, named)
+    _put(graph, call, (norm.result, total.x))
+
+
+def _between(first: Node, last: Node) -> list[Node]:
+    """The nodes behind ``first`` and before ``last`` in the graph's order."""
+    nodes, node = [], first.next
+    while node is not last:
+        nodes.append(node)
+        node = node.next
+    return nodes
+
+
+def _put(graph: Graph, call: Node, replaced: tuple[Node, ...]) -> None:
+    """Let the results of ``call`` be used where those nodes were."""
+    call.meta = {**place_of(replaced[0]), "val": tuple(value_of(each) for each in replaced)}
+    for index, node in enumerate(replaced):
+        with graph.inserting_after(call):
+            result = graph.call_function(operator.getitem, (call, index))
+        result.meta = {**place_of(node), "val": value_of(node)}
+        node.replace_all_uses_with(result)

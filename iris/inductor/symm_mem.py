@@ -1,0 +1,320 @@
+"""torch's own fused operators, `torch.ops.symm_mem.fused_*`, on Iris.
+
+Inductor's micro-pipelining and torchtitan call them. A gather is an `all_gather_matmul` of the largest product, and
+torch multiplies what that has gathered by the other matrices. A scatter is a `matmul_reduce_scatter`.
+
+Shapes, strides and dtypes of results are torch's. The dimension that is gathered, or scattered, becomes that of rows:
+it is moved to the front, and the result's back again. If it is the last, A is gathered by columns, and a sum is formed
+of the transpose. What Iris does not take torch carries as before: it depends on shapes, dtypes and options alone, so
+all ranks come to the same answer.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from iris import simulator
+from iris.compat.c10d import group_named
+from iris.compat.fused_symm_mem import by_torch, dtypes_of, replace
+from iris.compat.scaled_mm import scaled_mm
+from iris.distributed.group import ProcessGroupBase
+from iris.inductor.groups import context_of
+from iris.ops.call import NARROW, WIDE
+
+
+class Factor(NamedTuple):
+    """A product with the gathered A: B, and what comes behind it."""
+
+    b: Tensor
+    dtype: torch.dtype
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+    fast: bool = False
+    """Whether torch may add up products of fp8 less exactly, where torch multiplies."""
+
+
+def fused_all_gather_matmul(
+    A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The A of all ranks along ``gather_dim``, if asked for, and its products with each of ``Bs``."""
+    size = _size(group_name)
+    if not Bs or not all(_fit(A, b, gather_dim, size, WIDE) for b in Bs):
+        return _by_torch("fused_all_gather_matmul", group_name, A, Bs, gather_dim, group_name, return_A=return_A)
+    gathered, results = _gather(A, [Factor(b, b.dtype) for b in Bs], gather_dim, group_name, keep=return_A)
+    return gathered if return_A else None, results
+
+
+def fused_all_gather_scaled_matmul(
+    A: Tensor,
+    Bs: list[Tensor],
+    A_scale: Tensor,
+    B_scales: list[Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: list[Tensor | None],
+    result_scales: list[Tensor | None],
+    out_dtypes: list[Any],
+    use_fast_accum: list[bool],
+) -> tuple[Tensor, list[Tensor]]:
+    """The same of fp8 with factors: of all of A, or of each row of this rank's A or of all ranks'."""
+    size, dtypes = _size(group_name), dtypes_of(out_dtypes)
+    lengths = {len(each) for each in (Bs, B_scales, biases, result_scales, dtypes, use_fast_accum)}
+    factors = [Factor(*each) for each in zip(Bs, dtypes, B_scales, biases, use_fast_accum, strict=False)]
+    fits = (
+        len(lengths) == 1
+        and Bs
+        and all(scale is None for scale in result_scales)
+        and all(_fit(A, each.b, gather_dim, size, NARROW) and _can_scale(each) for each in factors)
+        and gather_dim < A.dim() - 1
+        and _kind_of_scale(A, A_scale, gather_dim, size)
+    )
+    if not fits:
+        return _by_torch(
+            "fused_all_gather_scaled_matmul",
+            group_name,
+            A,
+            Bs,
+            A_scale,
+            B_scales,
+            gather_dim,
+            group_name,
+            biases,
+            result_scales,
+            out_dtypes,
+            use_fast_accum,
+        )
+    gathered, results = _gather(A, factors, gather_dim, group_name, keep=True, scale=A_scale)
+    assert gathered is not None
+    return gathered, results
+
+
+def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    """This rank's part, along ``scatter_dim``, of the sum or the mean of all ranks' products."""
+    if not _scatters(A, B, reduce_op, scatter_dim, group_name) or A.dtype not in WIDE:
+        return _by_torch("fused_matmul_reduce_scatter", group_name, A, B, reduce_op, scatter_dim, group_name)
+    return _scatter(A, Factor(B, A.dtype), reduce_op, scatter_dim, group_name)
+
+
+def fused_scaled_matmul_reduce_scatter(
+    A: Tensor,
+    B: Tensor,
+    A_scale: Tensor,
+    B_scale: Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: list[int] | None,
+    bias: Tensor | None = None,
+    result_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """The same of fp8 with factors, of the products as rows of ``output_shape``."""
+    factor, shape = Factor(B, out_dtype or A.dtype, B_scale), list(output_shape or ())
+    rows = A.flatten(0, -2) if A.dim() >= 2 else A
+    whole = None
+    # torch adds each rank's bias to its product, so the sum has all of them; Iris adds one.
+    if bias is None and result_scale is None and shape and A.dtype in NARROW and _can_scale(factor):
+        whole = _as(rows, (*shape[:-1], A.shape[-1]))
+    by_rows = A_scale.numel() == len(rows) and A_scale.shape == (*A.shape[:-1], 1)
+    if (
+        whole is None
+        or A_scale.dtype != torch.float32
+        or not (A_scale.numel() == 1 or by_rows)
+        or not _scatters(whole, B, reduce_op, orig_scatter_dim, group_name)
+    ):
+        return _by_torch(
+            "fused_scaled_matmul_reduce_scatter",
+            group_name,
+            A,
+            B,
+            A_scale,
+            B_scale,
+            reduce_op,
+            orig_scatter_dim,
+            scatter_dim_after_maybe_reshape,
+            group_name,
+            output_shape,
+            bias,
+            result_scale,
+            out_dtype,
+            use_fast_accum,
+        )
+    scale = A_scale if A_scale.numel() == 1 else A_scale.reshape(*whole.shape[:-1], 1)
+    return _scatter(whole, factor, reduce_op, orig_scatter_dim, group_name, scale)
+
+
+KERNELS = {
+    each.__name__: each
+    for each in (
+        fused_all_gather_matmul,
+        fused_all_gather_scaled_matmul,
+        fused_matmul_reduce_scatter,
+        fused_scaled_matmul_reduce_scatter,
+    )
+}
+
+
+def put_in_place() -> list[Library]:
+    """Let these carry torch's operators, on GPUs and in the simulator, as long as the result lasts. Local."""
+    return [replace(KERNELS, key) for key in ("CUDA", *(["CPU"] if simulator.ACTIVE else []))]
+
+
+# What Iris takes -----------------------------------------------------------------------------------------------------
+
+
+def _size(group_name: str) -> int:
+    return group_named(group_name).size()
+
+
+def _fit(a: Tensor, b: Tensor, gather_dim: int, size: int, dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Whether the A of all ranks can be multiplied by B."""
+    if a.dim() < 2 or b.dim() != 2 or not 0 <= gather_dim < a.dim():
+        return False
+    depth = a.shape[-1] * (size if gather_dim == a.dim() - 1 else 1)
+    return b.shape[0] == depth and b.shape[1] > 0 and a.dtype == b.dtype and a.dtype in dtypes
+
+
+def _can_scale(factor: Factor) -> bool:
+    """Whether it is a product of fp8 as `ctx.ops` scales it: by one number, or by one for each column."""
+    scale, bias = factor.scale, factor.bias
+    if factor.dtype not in WIDE or factor.b.dim() != 2 or scale is None or scale.dtype != torch.float32:
+        return False
+    return (scale.numel() == 1 or scale.shape == (1, factor.b.shape[1])) and (bias is None or bias.dtype in WIDE)
+
+
+def _kind_of_scale(a: Tensor, scale: Tensor, gather_dim: int, size: int) -> str | None:
+    """What the factors of a gathered A are of, looked at in torch's order; None if that is nothing known here."""
+    if scale.dtype != torch.float32:
+        return None
+    if scale.shape == (*a.shape[:-1], 1):
+        return "rows of a rank"
+    if scale.numel() == 1:
+        return "all"
+    whole = list(a.shape[:-1])
+    whole[gather_dim] *= size
+    return "all rows" if scale.shape == (*whole, 1) else None
+
+
+def _scatters(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> bool:
+    """Whether this is a sum of products whose dimension can be shared among the ranks."""
+    if a.dim() < 2 or b.dim() != 2 or not 0 <= scatter_dim < a.dim() or reduce_op not in ("sum", "avg"):
+        return False
+    shared = b.shape[1] if scatter_dim == a.dim() - 1 else a.shape[scatter_dim]
+    fits = a.shape[-1] == b.shape[0] and a.dtype == b.dtype
+    return fits and b.shape[1] > 0 and shared % _size(group_name) == 0
+
+
+def _as(rows: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """The rows in another shape, if they are as many."""
+    number = 1
+    for extent in shape:
+        number *= extent
+    return rows.reshape(shape) if number == rows.numel() else None
+
+
+def _by_torch(name: str, group_name: str, a: Tensor, *args: Any, **options: Any) -> Any:
+    """As before. torch's symmetric memory knows no groups of Iris' backend, so that there it is done in steps."""
+    in_steps = a.device.type != "cuda" or isinstance(group_named(group_name), ProcessGroupBase)
+    return by_torch(name, in_steps, a, *args, **options)
+
+
+# How it is carried ---------------------------------------------------------------------------------------------------
+
+
+def _gather(
+    a: Tensor, factors: list[Factor], dim: int, group_name: str, keep: bool, scale: Tensor | None = None
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The gathered A, if it is kept, and its products."""
+    context = context_of(group_named(group_name))
+    size, by_columns = context.num_ranks, dim == a.dim() - 1
+    moved = a if by_columns else a.movedim(dim, 0)
+    shard, leading = moved.flatten(0, -2), list(moved.shape[:-1])
+    rows, depth = shard.shape
+    if by_columns:
+        depth *= size
+    else:
+        rows, leading[0] = rows * size, leading[0] * size
+    scale = None if scale is None else _of_all_rows(context, scale, a, dim)
+    gathered = shard.new_empty(rows, depth) if keep or len(factors) > 1 else None
+    # What hides most of the transfer is the largest product.
+    largest = max(factors, key=lambda each: each.b.shape[1])
+    fused = shard.new_empty(rows, largest.b.shape[1], dtype=largest.dtype)
+    context.ops.all_gather_matmul(
+        fused,
+        shard,
+        largest.b,
+        largest.bias,
+        gather_dim="k" if by_columns else "m",
+        gathered=gathered,
+        scale_a=scale,
+        scale_b=largest.scale,
+    )
+    results = [fused if each is largest else _multiply(gathered, each, scale) for each in factors]
+
+    def back(result: Tensor) -> Tensor:
+        whole = result.view(*leading, result.shape[1])
+        return whole if by_columns else whole.movedim(0, dim)
+
+    return None if gathered is None else back(gathered), [back(each) for each in results]
+
+
+def _multiply(gathered: Tensor | None, factor: Factor, scale: Tensor | None) -> Tensor:
+    """One more product with the A of all ranks, by torch."""
+    assert gathered is not None
+    if scale is None:
+        return torch.mm(gathered, factor.b)
+    scale = scale if scale.numel() == 1 else scale.reshape(-1, 1)
+    return scaled_mm(
+        gathered,
+        factor.b,
+        scale,
+        factor.scale,
+        bias=factor.bias,
+        out_dtype=factor.dtype,
+        use_fast_accum=factor.fast,
+    )
+
+
+def _of_all_rows(context: Any, scale: Tensor, a: Tensor, dim: int) -> Tensor:
+    """The factors of all ranks' rows, in the order in which A is gathered; or the one of all."""
+    kind = _kind_of_scale(a, scale, dim, context.num_ranks)
+    if kind == "all":
+        return scale.reshape(1)
+    rows = scale.movedim(dim, 0).reshape(-1)
+    if kind == "all rows":
+        return rows
+    of_all = rows.new_empty(context.num_ranks * len(rows))
+    context.ccl.all_gather(of_all, rows)
+    return of_all
+
+
+def _scatter(
+    a: Tensor, factor: Factor, reduce_op: str, dim: int, group_name: str, scale: Tensor | None = None
+) -> Tensor:
+    """This rank's part of the sum of products."""
+    context = context_of(group_named(group_name))
+    size, columns = context.num_ranks, factor.b.shape[1]
+    # A sum of float16 may be too large where its mean is not.
+    halves = reduce_op == "avg" and factor.dtype == torch.float16
+    dtype = torch.float32 if halves else factor.dtype
+    by_columns = dim == a.dim() - 1
+    moved = a if by_columns else a.movedim(dim, 0)
+    shape, rows = list(moved.shape[:-1]), moved.flatten(0, -2)
+    if scale is not None and scale.numel() > 1:
+        scale = (scale if by_columns else scale.movedim(dim, 0)).reshape(-1)
+    if by_columns:
+        result = rows.new_empty(len(rows), columns // size, dtype=dtype)
+        # The columns of the product are the rows of its transpose.
+        context.ops.matmul_reduce_scatter(result.t(), factor.b.t(), rows.t(), scale_a=factor.scale, scale_b=scale)
+    else:
+        result = rows.new_empty(len(rows) // size, columns, dtype=dtype)
+        shape[0] //= size
+        context.ops.matmul_reduce_scatter(result, rows, factor.b, scale_a=scale, scale_b=factor.scale)
+    if reduce_op == "avg":
+        result = result.div_(size).to(factor.dtype)
+    whole = result.view(*shape, result.shape[1])
+    return whole if by_columns else whole.movedim(0, dim).contiguous()

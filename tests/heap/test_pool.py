@@ -1,0 +1,126 @@
+"""Memory that is handed out in the order of streams, here by streams that write down what waits for what."""
+
+import pytest
+import torch
+
+from iris.heap.mapping import create
+from iris.heap.pool import Pool, is_handed_out
+from iris.world import Group
+
+ROOM, KIB = 64 << 10, 1 << 10
+
+
+class Stream:
+    """The part of `torch.cuda.Stream` that a pool uses: its events say of which stream they are, and never happen."""
+
+    def __init__(self, name):
+        self.name, self.waits = name, []
+
+    def record_event(self):
+        return Event(self.name)
+
+    def wait_event(self, event):
+        self.waits.append(event.of)
+
+
+class Event:
+    def __init__(self, of):
+        self.of = of
+
+    def query(self):
+        return False
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """On stream `pool.stream`."""
+    pool = Pool(torch.device("cpu"))
+    pool.stream, pool.other = Stream("first"), Stream("other")
+    monkeypatch.setattr(pool, "_current", lambda: pool.stream)
+    pool.add(create(Group(None), ROOM, torch.device("cpu")))
+    return pool
+
+
+def bytes_of(pool, size):
+    return pool.empty(size, torch.uint8)
+
+
+def test_a_stream_has_what_it_gave_back_at_once(pool):
+    first = bytes_of(pool, 5 * KIB)
+    place, view = first.data_ptr(), first[7:]
+    del first
+    second = bytes_of(pool, 5 * KIB)
+    assert second.data_ptr() != place and is_handed_out(view)  # which a view keeps
+    del view
+    third = bytes_of(pool, 5 * KIB - 3)
+    assert third.data_ptr() == place and third.shape == (5 * KIB - 3,) and not pool.stream.waits
+
+
+def test_others_get_it_when_nothing_else_is_left_and_wait(pool):
+    taken = [bytes_of(pool, ROOM // 4) for _ in range(3)]
+    places = [each.data_ptr() for each in taken]
+    taken.clear()
+    pool.stream = pool.other
+    fresh = bytes_of(pool, ROOM // 4)
+    assert fresh.data_ptr() not in places and not pool.other.waits
+    # Neighbours have joined: half of the memory is in one piece.
+    half = bytes_of(pool, ROOM // 2)
+    assert half.data_ptr() in places and pool.other.waits == ["first"]
+
+
+def test_further_streams_hold_it_back(pool):
+    tensor = bytes_of(pool, KIB)
+    place = tensor.data_ptr()
+    for stream in (pool.other, pool.other, pool.stream):
+        pool.record_stream(tensor[1:], stream)
+    del tensor
+    assert bytes_of(pool, KIB).data_ptr() == place and pool.stream.waits == ["other"]
+    # Once: what the next one has is behind that.
+    assert bytes_of(pool, KIB).data_ptr() == place and pool.stream.waits == ["other"]
+    elsewhere = torch.empty(4)
+    pool.record_stream(elsewhere, pool.other)
+    assert not is_handed_out(elsewhere)
+
+
+def test_without_room_memory_is_torchs_and_is_lacking(pool):
+    assert pool.lacking(ROOM, torch.uint8) == 0
+    assert pool.lacking(ROOM, torch.float32) == 3 * ROOM
+    most = [bytes_of(pool, ROOM // 2) for _ in range(3)]
+    assert is_handed_out(most[2]) and most[2].numel() == ROOM // 2
+    assert pool.lacking(1, torch.uint8) == ROOM // 2 + KIB
+    del most[0]
+    # What is lacking is what was in use together, and not what is in use now.
+    assert pool.lacking(1, torch.uint8) == ROOM // 2
+    pool.add(create(Group(None), ROOM, torch.device("cpu")))
+    assert pool.size == 2 * ROOM and pool.lacking(1, torch.uint8) == 0
+    # Enough in all, and no room in one piece.
+    wide = bytes_of(pool, ROOM)
+    wider = bytes_of(pool, ROOM - KIB)
+    assert pool.lacking(1, torch.uint8) >= ROOM - KIB
+    assert wide.numel() + wider.numel() == 2 * ROOM - KIB
+
+
+def test_memory_of_graphs_stays_with_them(pool, monkeypatch):
+    tensor = bytes_of(pool, KIB)
+    place = tensor.data_ptr()
+    capturing = True
+    monkeypatch.setattr(pool, "_capturing", lambda: capturing)
+    captured = bytes_of(pool, KIB)
+    assert is_handed_out(captured) and captured.data_ptr() != place
+    used = pool.empty(0, torch.uint8)
+    del captured, used, tensor  # the last one does not know of the capture
+    capturing = False
+    kept = bytes_of(pool, KIB)
+    assert kept.data_ptr() == place
+    capturing = True
+    kept = None  # in a capture that may use it
+    capturing = False
+    assert bytes_of(pool, KIB).data_ptr() != place
+
+
+def test_names_say_what_is_there(pool):
+    tensor = bytes_of(pool, KIB)
+    mapping = pool._regions[0].mapping
+    offset = tensor.data_ptr() - mapping.bases[0]
+    assert mapping.owner().describe_offset(offset + 5) == "uint8[1024] of a process group's memory, byte 5"
+    assert "where no tensor is" in mapping.owner().describe_offset(ROOM - 1)

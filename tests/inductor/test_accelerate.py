@@ -1,0 +1,99 @@
+"""`iris.accelerate` from end to end: what Inductor makes of a model, whatever carries the group's collectives."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import iris
+from iris.inductor import FusionReport, compile_options, fusion_report
+
+H, INSIDE = 64, 32
+
+
+class Layer(nn.Module):
+    """An MLP whose inside is split among ranks, between norms, as transformers' Llama is in serving."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+        self.norm, self.next_norm = nn.RMSNorm(H, eps=1e-6), nn.RMSNorm(H, eps=1e-6)
+        self.up, self.down = nn.Linear(H, INSIDE, bias=False), nn.Linear(INSIDE, H, bias=False)
+
+    def forward(self, residual):
+        y = self.down(nn.functional.silu(self.up(self.norm(residual))))
+        dist.all_reduce(y, group=self.group)
+        residual = residual + y
+        return self.next_norm(residual), residual
+
+
+def model(ctx, group):
+    """With weights that differ by rank; norms do not."""
+    torch.manual_seed(11 + ctx.cur_rank)
+    layer = Layer(group)
+    nn.init.uniform_(layer.norm.weight, generator=torch.Generator().manual_seed(1))
+    nn.init.uniform_(layer.next_norm.weight, generator=torch.Generator().manual_seed(2))
+    return layer.to(ctx.device)
+
+
+def compare(ctx, group, tokens=(3, 3, 3), dynamic=False, **options):
+    """Compiled and not, of so many tokens each time."""
+    layer = model(ctx, group)
+    torch.compiler.reset()
+    fusion_report().clear()
+    # Inductor takes no mode beside options.
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, options=compile_options() | options)
+    with torch.no_grad():
+        for turn, count in enumerate(tokens):
+            x = torch.randn(count, H, generator=torch.Generator().manual_seed(turn)).to(ctx.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
+    assert fusion_report().fused("all_reduce + residual + RMSNorm") == 1, str(fusion_report())
+
+
+def compare_backends(ctx, backend, graphs):
+    # Graphs are recorded behind two runs without, and replayed from then on.
+    compare(ctx, dist.new_group(backend=backend), (3,) * 5, **{"triton.cudagraphs": graphs})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("graphs", [False, True], ids=["called", "in graphs"])
+@pytest.mark.parametrize("backend", ["gloo", "cuda:iris"])
+def test_a_compiled_model_computes_the_same(ranks, backend, graphs):
+    if torch.cuda.is_available():
+        backend = backend.replace("gloo", "nccl")
+    elif graphs:
+        pytest.skip("there are no CUDA graphs without a GPU")
+    ranks.run(compare_backends, backend, graphs)
+
+
+def compare_any_number_of_tokens(ctx):
+    compare(ctx, dist.new_group(backend="cuda:iris"), (2, 5, 3, 8), dynamic=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2)
+def test_shapes_may_be_dynamic(ranks):
+    ranks.run(compare_any_number_of_tokens)
+
+
+def compare_parities(ctx):
+    groups = [dist.new_group([*range(first, ctx.num_ranks, 2)], backend="cuda:iris") for first in range(2)]
+    compare(ctx, groups[ctx.cur_rank % 2])
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(4, exactly=True)
+def test_the_ranks_are_those_of_the_group(ranks):
+    ranks.run(compare_parities)
+
+
+def test_the_report_says_what_was_fused_and_what_not():
+    report = FusionReport()
+    assert "iris.accelerate" in str(report)
+    report += [iris.inductor.Fusion("all_reduce + RMSNorm", None, "layers.0.norm")] * 2
+    report.append(iris.inductor.Fusion("product + all_reduce", "the product is used elsewhere", "layers.0.mlp"))
+    assert str(report).splitlines() == [
+        "   2 x all_reduce + RMSNorm: fused (first at layers.0.norm)",
+        "   1 x product + all_reduce: left as it is, since the product is used elsewhere (first at layers.0.mlp)",
+    ]

@@ -1,0 +1,132 @@
+"""Sums and norms in compiled graphs: each way to write a norm is found, and computes the same with its gradients."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.nn import functional as F
+
+from inductor.megatron import Sum
+from inductor.searched import FusionReport, compiled, expect
+
+ROWS, H, EPS = (2, 3), 32, 1e-5
+
+
+def of_torch(x, weight):
+    return F.rms_norm(x, (H,), weight, EPS)
+
+
+def weight_last(x, weight):
+    """As transformers has it in its Llama and most others: rounded before it is multiplied."""
+    wide = x.to(torch.float32)
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def one_more(x, weight):
+    """As Gemma has it: the weight is what is added to 1."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * (1.0 + (weight.float() - 1))).type_as(x)
+
+
+def by_products(x, weight):
+    wide = x.float()
+    return (torch.rsqrt((wide * wide).mean(-1, keepdim=True) + EPS) * wide).to(x.dtype) * weight
+
+
+NORMS = [of_torch, weight_last, one_more, by_products]
+
+
+def in_place(x, group):
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def functional(x, group):
+    return funcol.all_reduce(x, "sum", group)
+
+
+def rows_of_tokens(x, group):
+    """Reshaped around the sum, as products of matrices are."""
+    return funcol.all_reduce(x.view(-1, H), "sum", group).view(x.shape)
+
+
+SUMS = [in_place, functional, rows_of_tokens]
+
+
+def values(ctx, dtype, turn):
+    """Each rank's part, and the residual and weight of all."""
+    generator = torch.Generator().manual_seed(turn)
+    parts = torch.randn(ctx.num_ranks, *ROWS, H, generator=generator).to(dtype)
+    residual, weight = torch.randn(*ROWS, H, generator=generator).to(dtype), (1 + torch.rand(H, generator=generator))
+    return (each.to(ctx.device) for each in (parts, residual, weight.to(dtype)))
+
+
+def reference(parts, residual, weight):
+    """The normalised sum and the sum, in float64."""
+    x = parts.double().sum(0) + (0 if residual is None else residual.double())
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double(), x
+
+
+def compare(ctx, norm, add_up, dtype, with_residual):
+    group, report = dist.new_group(backend="cuda:iris"), FusionReport()
+
+    def layer(part, residual, weight):
+        x = add_up(part, group)
+        if residual is None:
+            return norm(x, weight) * 2
+        x = residual + x
+        return norm(x, weight) * 2, x
+
+    fused = compiled(layer, report)
+    tolerance = 3 * torch.finfo(dtype).eps
+    with torch.no_grad():
+        for turn in range(3):
+            parts, residual, weight = values(ctx, dtype, turn)
+            kept = residual.clone()
+            given = (parts[ctx.cur_rank], residual if with_residual else None, weight)
+            result = fused(*given)
+            out, x = reference(parts, given[1], weight)
+            near = dict(rtol=tolerance, atol=tolerance * ctx.num_ranks, check_dtype=False)
+            torch.testing.assert_close(result[0] if with_residual else result, 2 * out, **near)
+            if with_residual:
+                torch.testing.assert_close(result[1], x, **near)
+            assert torch.equal(residual, kept)
+    pattern = "all_reduce + residual + RMSNorm" if with_residual else "all_reduce + RMSNorm"
+    expect(report, {pattern: 1})
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("with_residual", [True, False], ids=["residual", "alone"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("add_up", SUMS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_of_a_sum_is_one_operator(ranks, norm, add_up, dtype, with_residual):
+    ranks.run(compare, norm, add_up, dtype, with_residual)
+
+
+def compare_gradients(ctx, norm):
+    """Of two norms one behind the other with a product between, as in a layer; weights and parts differ by rank."""
+    group, report = dist.new_group(backend="cuda:iris"), FusionReport()
+
+    def layer(part, residual, weight, up):
+        x = residual + Sum.apply(part, group)
+        x = x + Sum.apply(torch.tanh(norm(x, weight) @ up), group)
+        return norm(x, weight), x
+
+    parts, residual, weight = values(ctx, torch.float32, 5)
+    up = torch.randn(H, H, generator=torch.Generator().manual_seed(ctx.cur_rank)).to(ctx.device) / 8
+    results = []
+    for run in (compiled(layer, report), compiled(layer)):
+        given = [each.clone().requires_grad_() for each in (parts[ctx.cur_rank], residual, weight, up)]
+        out, x = run(*given)
+        ((out * (1 + ctx.cur_rank)).sin().sum() + x.square().mean()).backward()
+        results.append([out, x, *(each.grad for each in given)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    expect(report, {"all_reduce + residual + RMSNorm": 2})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_are_those_without_the_operator(ranks, norm):
+    ranks.run(compare_gradients, norm)
