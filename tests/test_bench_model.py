@@ -15,12 +15,12 @@ from iris.bench.model.cases import Case
 from iris.bench.model.communication import Alone
 from iris.bench.model.decoder import rotations, visible
 from iris.bench.model.dimensions import MODELS, Share
-from iris.bench.model.ways import FLOOR, WAYS, Way
+from iris.bench.model.ways import BY_DEFAULT, FLOOR, WAYS, Way
 from iris.bench.model.weights import Maker
 
 TINY = MODELS["tiny"]
 # Of those that are compiled the first call takes most of the time.
-ASKED = [name for name, way in WAYS.items() if EVERYTHING or way.compiler is None]
+ASKED = [way for way in BY_DEFAULT if WAYS[way].compiler is None or EVERYTHING]
 CASES = [Case("decode", 3, 5), Case("prefill", 4, 3), Case("train", 2, 6)]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -52,6 +52,17 @@ def test_each_way_gives_what_one_process_gives(ranks, dtype, tmp_path):
         assert row.error is None or row.error <= 2 * row.error_of_one + torch.finfo(DTYPES[dtype]).eps
         tokens = {"decode": 3, "prefill": 12, "train": 12}[row.mode]
         assert row.tokens_per_second == pytest.approx(1e6 * tokens / row.microseconds)
+
+
+def accelerated(ctx):
+    rows = list(measure.measure(ctx, "tiny", TINY, CASES, ["iris accelerate"], torch.bfloat16))
+    return [row.reason for row in rows]
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2)
+def test_what_is_accelerated_gives_what_one_process_gives(ranks):
+    assert ranks.run(accelerated) == [[""] * len(CASES)] * ranks.num_ranks
 
 
 @pytest.mark.thorough

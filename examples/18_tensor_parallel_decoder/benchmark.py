@@ -112,4 +112,4 @@ OPTIONS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    command(main, on_gpus=(32, 1024, 64), simulated=(3, 6, 3), room=room, options=OPTIONS)
+    command(main, on_gpus=(8, 512, 32), simulated=(3, 6, 3), room=room, options=OPTIONS)

@@ -56,3 +56,5 @@ WAYS = {
     "iris fused compiled": Way(FusedOperators, compiler=inductor),
     FLOOR: Way(lambda ctx: Alone(ctx.num_ranks)),
 }
+# Inductor takes minutes for what the simulator does in seconds.
+BY_DEFAULT = [way for way in WAYS if not (simulator.ACTIVE and WAYS[way].compiler is accelerated)]
