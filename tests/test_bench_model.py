@@ -9,32 +9,37 @@ from conftest import UNDER_TORCHRUN
 from covering import EVERYTHING
 
 from iris.__main__ import commands
-from iris.bench import model_command
+from iris.bench import model_command, plots
 from iris.bench.model import measure
 from iris.bench.model.cases import Case
 from iris.bench.model.communication import Alone
 from iris.bench.model.decoder import rotations, visible
 from iris.bench.model.dimensions import MODELS, Share
-from iris.bench.model.ways import FLOOR, WAYS, Way
+from iris.bench.model.ways import BY_DEFAULT, FLOOR, WAYS, Way
 from iris.bench.model.weights import Maker
 
 TINY = MODELS["tiny"]
 # Of those that are compiled the first call takes most of the time.
-ASKED = [name for name, way in WAYS.items() if EVERYTHING or not way.compiled]
+ASKED = [way for way in BY_DEFAULT if WAYS[way].compiler is None or EVERYTHING]
 CASES = [Case("decode", 3, 5), Case("prefill", 4, 3), Case("train", 2, 6)]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def measured(ctx, dtype, folder):
-    assert model_command.run_on_rank("tiny", TINY, CASES, tuple(ASKED), dtype, folder) == []
+    wrong = model_command.run_on_rank("tiny", TINY, CASES, tuple(ASKED), dtype, folder)
+    assert not wrong, wrong
+    # Each rank of torchrun has a folder of its own.
+    if ctx.cur_rank:
+        return None
+    (file,) = folder.glob("*.json")
+    assert file.with_suffix(".csv").exists()
+    return json.loads(file.read_text())
 
 
 @pytest.mark.ranks(1, 2, 3) if EVERYTHING else pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", DTYPES if EVERYTHING else ["bfloat16"])
 def test_each_way_gives_what_one_process_gives(ranks, dtype, tmp_path):
-    ranks.run(measured, dtype, tmp_path)
-    (file,) = tmp_path.glob("*.json")
-    written = json.loads(file.read_text())
+    written = ranks.run(measured, dtype, tmp_path)[0]
     assert written["num_ranks"] == ranks.num_ranks
     rows = [measure.Row(**row) for row in written["rows"]]
     assert [(row.mode, row.sequences, row.context, row.way) for row in rows] == [
@@ -47,6 +52,17 @@ def test_each_way_gives_what_one_process_gives(ranks, dtype, tmp_path):
         assert row.error is None or row.error <= 2 * row.error_of_one + torch.finfo(DTYPES[dtype]).eps
         tokens = {"decode": 3, "prefill": 12, "train": 12}[row.mode]
         assert row.tokens_per_second == pytest.approx(1e6 * tokens / row.microseconds)
+
+
+def accelerated(ctx):
+    rows = list(measure.measure(ctx, "tiny", TINY, CASES, ["iris accelerate"], torch.bfloat16))
+    return [row.reason for row in rows]
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2)
+def test_what_is_accelerated_gives_what_one_process_gives(ranks):
+    assert ranks.run(accelerated) == [[""] * len(CASES)] * ranks.num_ranks
 
 
 @pytest.mark.thorough
@@ -67,17 +83,19 @@ def without_communication(ctx):
     usual = dict(WAYS)
     WAYS.update(ways)
     try:
-        return [row.reason for row in measure.measure(ctx, "tiny", TINY, CASES, list(ways), torch.float32)]
+        rows = list(measure.measure(ctx, "tiny", TINY, CASES, list(ways), torch.float32))
     finally:
         WAYS.update(usual)
+    return [row._replace(microseconds=None) for row in rows]
 
 
 @pytest.mark.ranks(2)
 def test_a_wrong_result_and_a_failure_are_told(ranks):
-    for reasons in ranks.run(without_communication):
-        for wrong, failed in (reasons[i : i + 2] for i in range(0, 6, 2)):
-            assert "wrong result: an error of " in wrong and " is allowed" in wrong
-            assert failed.startswith("AttributeError: ")
+    rows, *others = ranks.run(without_communication)
+    assert all(each == rows for each in others), "ranks have different rows"
+    for wrong, failed in zip(rows[::2], rows[1::2], strict=True):
+        assert "wrong result: an error of " in wrong.reason and wrong.error > 2 * wrong.error_of_one
+        assert "AttributeError: " in failed.reason and failed.error is None
 
 
 @pytest.fixture
@@ -121,3 +139,16 @@ def test_ranks_have_parts_of_one_model():
     assert torch.equal(layer.gate_up, torch.cat([torch.cat(each, 1) for each in zip(*gates_and_ups, strict=True)], 1))
     cache, *of_ranks = (next(maker.full_caches(2, 3)) for maker in (whole, *parts))
     assert torch.equal(cache, torch.cat(of_ranks, 2))
+
+
+def test_a_picture_compares_ways_with_the_first(tmp_path):
+    pytest.importorskip("matplotlib")
+    of = {"model": "tiny", "layers": 2, "context": 12, "dtype": "bfloat16", "tokens_per_second": None}
+    rows = [
+        measure.Row(mode=mode, sequences=sequences, way=way, microseconds=spent, error=None, error_of_one=None, **of)
+        for mode, sequences in (("decode", 1), ("decode", 8), ("prefill", 8))
+        for way, spent in (("nccl", 3.0), ("iris fused", None if mode == "prefill" else 2.0))
+    ]
+    (file,) = plots.draw_model(tmp_path, "model_tiny_2", rows)
+    assert file.name == "model_tiny_2.svg" and file.stat().st_size > 1000
+    assert plots.draw_model(tmp_path, "model_tiny_2", [row for row in rows if row.way == "iris fused"]) == []

@@ -8,6 +8,10 @@ import torch
 from example_folders import imported
 from workload import SIMULATED, Workload
 
+from iris.bench.model.communication import Alone
+from iris.bench.model.dimensions import MODELS, Share
+from iris.bench.model.weights import Maker
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -28,6 +32,7 @@ def refused(ctx, folder, sizes, dtype, words, options):
         ("16_moe_dispatch_combine", (4, 32, 7), BF16, "-k is 7, .* give a multiple of 2", {}),
         ("16_moe_dispatch_combine", (4, 32, 4), BF16, "a token goes to 5 experts", {"top": 5}),
         ("16_moe_dispatch_combine", (4, 40, 4), BF16, "-n is 40, .* a multiple of 16", {}),
+        ("18_tensor_parallel_decoder", (2, 5, 2), BF16, "-n is 5, .* give a multiple of 2", {}),
     ],
 )
 def test_sizes_that_an_example_cannot_take(ranks, folder, sizes, dtype, words, options):
@@ -186,6 +191,25 @@ def uneven_layer(wrapper, ctx):
     wrapper.TensorParallelMLP(ctx, 4, 7, BF16)
 
 
+def server(wrapper, ctx):
+    maker = Maker(MODELS["tiny"], Share(ctx.cur_rank, 2), BF16, BF16, ctx.device)
+    return wrapper.Server(maker, Alone(2), [2], 4)
+
+
+def many_prompts(wrapper, ctx):
+    server(wrapper, ctx).start(torch.zeros(3, 2, dtype=torch.int64, device=ctx.device))
+
+
+def uneven_prompts(wrapper, ctx):
+    server(wrapper, ctx).start(torch.zeros(1, 3, dtype=torch.int64, device=ctx.device))
+
+
+def long_sequences(wrapper, ctx):
+    serving = server(wrapper, ctx)
+    serving.start(torch.zeros(1, 4, dtype=torch.int64, device=ctx.device))
+    serving.step(1)
+
+
 @pytest.mark.ranks(2, exactly=True)
 @pytest.mark.parametrize(
     ("folder", "make", "words"),
@@ -194,6 +218,9 @@ def uneven_layer(wrapper, ctx):
         ("15_ring_attention", wide_ring, "Give a dim of up to 512, or a narrower dtype"),
         ("13_flash_decode", uneven_heads, "5 heads, which is no multiple of 2 heads of keys and values"),
         ("17_tensor_parallel_mlp", uneven_layer, "A width of 7 .* Give a multiple of 2"),
+        ("18_tensor_parallel_decoder", many_prompts, "3 prompts of 2 tokens .* up to 2 sequences of up to 4 tokens"),
+        ("18_tensor_parallel_decoder", uneven_prompts, "1 prompts of 3 tokens cannot be dealt out evenly to 2 ranks"),
+        ("18_tensor_parallel_decoder", long_sequences, "have 4 tokens, .* no room for more"),
     ],
 )
 def test_sizes_that_a_wrapper_cannot_take(ranks, folder, make, words):

@@ -70,7 +70,7 @@ def main(
     if workload.trace:
 
         def one_step() -> None:
-            server.positions.fill_(length)
+            server.rewind(length)
             server.enqueue_step(most)
 
         server.start(prompts(0, most))
@@ -84,7 +84,7 @@ def measure(ctx: iris.Iris, server: Server, prompts: torch.Tensor, title: str) -
     name = "a step of {}"
 
     def step_again(sequences: int) -> None:
-        server.positions.fill_(length)
+        server.rewind(length)
         server.step(sequences)
 
     server.start(prompts)
@@ -112,4 +112,4 @@ OPTIONS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    command(main, on_gpus=(32, 1024, 64), simulated=(3, 6, 3), room=room, options=OPTIONS)
+    command(main, on_gpus=(8, 512, 32), simulated=(3, 6, 3), room=room, options=OPTIONS)

@@ -36,6 +36,8 @@ class Server:
         self.positions = torch.zeros(most, dtype=torch.int64, **place)
         self.logits = torch.zeros(most, maker.dimensions.vocabulary, dtype=maker.dtype, **place)
         self._steps = {}
+        # Tokens that the caches hold of a sequence, as the host counts them.
+        self._longest = 0
 
     def capture(self) -> None:
         """Make the graphs, the largest first, in whose memory the others have room."""
@@ -53,16 +55,37 @@ class Server:
 
     @torch.no_grad()
     def start(self, prompts: torch.Tensor) -> None:
-        """Take in prompts, int64 ``[sequences, T]``, and find the first token behind each. T is a multiple of W."""
+        """Take in prompts, int64 ``[sequences, T]``, and find the first token behind each. W divides their tokens."""
         count, length = prompts.shape
+        most, num_ranks = self.batch_sizes[-1], self.decoder.share.num_ranks
+        if count > most or length > self.length:
+            raise ValueError(
+                f"{count} prompts of {length} tokens are too much for a server of up to {most} sequences of up to "
+                f"{self.length} tokens. Give it fewer, or make a larger one."
+            )
+        if count * length % num_ranks:
+            raise ValueError(
+                f"{count} prompts of {length} tokens cannot be dealt out evenly to {num_ranks} ranks. Pad them."
+            )
+        self._longest = length
         logits = self.decoder.prefill(prompts, caches=self._caches(count), rotation=self.rotation, by=self.by)
         # Rows of a graph that have no sequence write to the first place of their own caches.
         self.positions.zero_()
         self._take(logits, self.positions[:count].fill_(length))
 
     def step(self, sequences: int) -> None:
-        """One more token of each of the first so many sequences, none of which may have ``length`` of them."""
+        """Take in the last token of each of the first so many sequences, and find the next one."""
+        if self._longest == self.length:
+            raise ValueError(
+                f"The sequences have {self.length} tokens, and their caches no room for more. Make a longer server."
+            )
+        self._longest += 1
         self._steps[next(size for size in self.batch_sizes if size >= sequences)]()
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens of each sequence, behind which a step goes on."""
+        self.positions.fill_(length)
+        self._longest = length
 
     @torch.no_grad()
     def enqueue_step(self, size: int) -> None:

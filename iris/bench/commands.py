@@ -186,10 +186,11 @@ def experts(
     "ways",
     multiple=True,
     help="How ranks communicate: nccl, 'iris backend' (of torch.distributed), 'iris fused' (ctx.ops), 'nccl compiled' "
-    "and 'iris fused compiled' (torch.compile), or none, the floor. All if not given; in the simulator nccl is Gloo.",
+    "and 'iris fused compiled' (torch.compile), 'iris accelerate' (iris.accelerate), or none, the floor. All if not "
+    "given, but in the simulator not 'iris accelerate'; there nccl is Gloo.",
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV and JSON.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and a picture.")
 @NUM_RANKS
 def model(
     model: str | None,

@@ -1,5 +1,6 @@
 """``python -m iris bench model``: what it prints and writes."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -9,18 +10,18 @@ from rich.progress import Progress
 from rich.table import Table
 
 from iris import simulator
-from iris.bench import ranks
+from iris.bench import plots, ranks
 from iris.bench.model import measure as measuring
 from iris.bench.model.cases import MODES, Case
 from iris.bench.model.dimensions import MODELS, Dimensions
-from iris.bench.model.ways import WAYS
+from iris.bench.model.ways import BY_DEFAULT, WAYS
 from iris.bench.report import save_rows
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
 from iris.errors import UnknownChoiceError
 
 # A training step takes more memory than the weights of a large model leave on few GPUs.
-BY_DEFAULT = ("decode", "prefill")
+USUAL_MODES = ("decode", "prefill")
 
 
 def run(
@@ -52,12 +53,15 @@ def run(
         raise click.UsageError(f"--model {model} cannot be measured: {problem}.")
     of_mode = {"decode": batches, "prefill": (prompts,), "train": (prompts,)}
     cases = [
-        Case(mode, sequences, context) for mode in MODES if mode in (modes or BY_DEFAULT) for sequences in of_mode[mode]
+        Case(mode, sequences, context)
+        for mode in MODES
+        if mode in (modes or USUAL_MODES)
+        for sequences in of_mode[mode]
     ]
     for case in cases:
         if problem := case.problem(num_ranks):
             raise click.UsageError(f"--prompts {prompts} --context {context} cannot be measured: {problem}.")
-    ranks.measure(num_ranks, run_on_rank, model, dimensions, cases, tuple(ways or WAYS), dtype, out)
+    ranks.measure(num_ranks, run_on_rank, model, dimensions, cases, tuple(ways or BY_DEFAULT), dtype, out)
 
 
 def run_on_rank(
@@ -84,6 +88,8 @@ def run_on_rank(
             show(rows)
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)
+            if out is not None and find_spec("matplotlib"):
+                plots.draw_model(out, name, rows)
     return [f"{row.mode} of {row.sequences}, {row.way}: {row.reason}" for row in rows if row.reason]
 
 

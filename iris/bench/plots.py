@@ -2,6 +2,7 @@
 
 Of collectives, bus bandwidth against size and against multiprocessors, and time against the number of ranks; of fused
 operations, the speed against that of the vendor's GEMM and collective; of experts, time against the number of tokens.
+Of a model, bars: the speed of each way of communicating against that of the first.
 """
 
 import json
@@ -11,6 +12,7 @@ from typing import Any
 
 from iris.bench import experts, operations
 from iris.bench.collectives import Row
+from iris.bench.model import measure as model
 from iris.errors import readable
 
 
@@ -167,6 +169,37 @@ def draw_experts(folder: Path, name: str, rows: list[experts.Row]) -> list[Path]
     panels[0].set_ylabel("dispatch and combine, µs")
     panels[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(f"{hidden} wide, {top_k} of {num_experts} experts, {name.rpartition('_')[2]} ranks, {dtype}")
+    file = folder / f"{name}.svg"
+    figure.savefig(file, bbox_inches="tight")
+    pyplot.close(figure)
+    return [file]
+
+
+def draw_model(folder: Path, name: str, rows: list[model.Row]) -> list[Path]:
+    """Steps, prompts and training steps, a bar a way; returns the file, if the first way has a time in any of them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ways = list(dict.fromkeys(row.way for row in rows))
+    spent: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        if row.microseconds:
+            spent[f"{row.mode} {row.sequences}"][row.way] = row.microseconds
+    cases = [case for case, times in spent.items() if ways[0] in times]
+    if len(ways) < 2 or not cases:
+        return []
+    figure, axes = pyplot.subplots(figsize=(9, 4))
+    width = 0.8 / len(ways)
+    for number, way in enumerate(ways):
+        bars = [(i, spent[case][ways[0]] / spent[case][way]) for i, case in enumerate(cases) if way in spent[case]]
+        axes.bar([i + (number + 0.5) * width - 0.4 for i, _ in bars], [speed for _, speed in bars], width, label=way)
+    axes.set_xticks(range(len(cases)), cases)
+    axes.set_ylabel(f"speed, {ways[0]} = 1")
+    axes.set_title(f"{rows[0].model}, {rows[0].layers} layers, {name.rpartition('_')[2]} ranks, {rows[0].dtype}")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     file = folder / f"{name}.svg"
     figure.savefig(file, bbox_inches="tight")
     pyplot.close(figure)

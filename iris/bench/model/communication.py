@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 from torch.nn.functional import rms_norm
 
 from iris.ccl.functional import name_of
+from iris.compat import functional_collectives
 from iris.context import Iris
 from iris.ops import functional
 
@@ -87,10 +88,15 @@ class _Scattered(torch.autograd.Function):
 
 
 class ByTorch(Unfused):
-    """The collectives of a process group: of NCCL, Gloo, or the backend of Iris."""
+    """The collectives of a process group: of NCCL, Gloo, or the backend of Iris; compiled, functional ones."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.num_ranks = group, group.size()
+
+    def close(self) -> None:
+        """Give back a group that was made for this. Collective, behind a barrier."""
+        if self.group is not dist.group.WORLD:
+            dist.destroy_process_group(self.group)
 
     def all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
         dist.all_reduce(tensor, op, group=self.group)
@@ -105,6 +111,16 @@ class ByTorch(Unfused):
         mine = rows.new_empty(rows.shape[0] // self.num_ranks, rows.shape[1])
         dist.reduce_scatter_tensor(mine, rows, group=self.group)
         return mine
+
+    def all_gather_matmul(self, rows: Tensor, weight: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return functional_collectives.all_gather(rows, 0, self.group) @ weight
+        return super().all_gather_matmul(rows, weight)
+
+    def matmul_reduce_scatter(self, rows: Tensor, weight: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return functional_collectives.reduce_scatter(rows @ weight, "sum", 0, self.group)
+        return super().matmul_reduce_scatter(rows, weight)
 
 
 class Fused:

@@ -169,10 +169,13 @@ class Ends(NamedTuple):
     head: Tensor
 
 
+Compiler = Callable[[Callable], Callable]
+
+
 class Decoder(torch.nn.Module):
     """The whole model. ``layers``: each is taken once a call, so one call may be given those that are only made then.
 
-    ``compiled``: what compiles the methods of a layer, one for all layers; None: they are called as they are.
+    ``compiler``: what the methods of a layer go through, once for all layers; None: they are called as they are.
     """
 
     embedding: Tensor
@@ -185,7 +188,7 @@ class Decoder(torch.nn.Module):
         ends: Ends,
         layers: Iterable[Layer],
         share: Share,
-        compiled: Callable[[Callable], Callable] | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         super().__init__()
         self.dimensions, self.share = dimensions, share
@@ -193,8 +196,8 @@ class Decoder(torch.nn.Module):
             self.register_parameter(name, parameter(weight))
         listed = torch.nn.ModuleList(layers) if isinstance(layers, list) else layers
         self.layers = cast(Iterable[Layer], listed)
-        self._prefill = compiled(Layer.prefill) if compiled else Layer.prefill
-        self._decode = compiled(Layer.decode) if compiled else Layer.decode
+        self._prefill = compiler(Layer.prefill) if compiler else Layer.prefill
+        self._decode = compiler(Layer.decode) if compiler else Layer.decode
 
     def prefill(self, tokens: Tensor, *, caches: Iterable[Tensor], rotation: Rotation, by: Communication) -> Tensor:
         """Logits behind the last token of each prompt, ``[B, vocabulary]``, on all ranks.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.model.cases import Case, Compared, Inputs, compare, inputs, logits, of_one_process
-from iris.bench.model.communication import Communication
-from iris.bench.model.decoder import Decoder, Ends
+from iris.bench.model.communication import ByTorch, Communication
+from iris.bench.model.decoder import Compiler, Decoder, Ends
 from iris.bench.model.dimensions import Dimensions, Share
 from iris.bench.model.training import Trainer, compare_gradients
 from iris.bench.model.ways import FLOOR, WAYS
@@ -23,6 +23,8 @@ from iris.bench.ranks import failure, on_any_rank
 from iris.bench.repetitions import Repetitions
 from iris.context import Iris
 
+# Of a way, and of one process in the dtype; none where nothing is compared.
+Errors = tuple[float | None, float | None]
 # One step or pass is a graph.
 OFTEN, TRAINING = Repetitions(1, 25, 10), Repetitions(1, 9, 3)
 # Layers of the model whose gradients are compared: one process has those of all parameters at once.
@@ -122,19 +124,19 @@ class _Called:
 
 
 class Decoders:
-    """One model, as it is and by each way to compile it, with the same weights."""
+    """One model, as it is and by each compiler, with the same weights."""
 
     def __init__(self, maker: Maker) -> None:
-        self.plain = plain = maker.decoder()
-        ends = Ends(plain.embedding, plain.gain, plain.head)
-        compilers = {way.compiled for way in WAYS.values() if way.compiled}
-        self._compiled = {
-            each: Decoder(maker.dimensions, ends, list(plain.layers), maker.share, each) for each in compilers
-        }
+        self._maker, self.plain = maker, maker.decoder()
+        self._by_compiler: dict[Compiler | None, Decoder] = {None: self.plain}
 
     def of(self, way: str) -> Decoder:
-        compiler = WAYS[way].compiled
-        return self._compiled[compiler] if compiler else self.plain
+        compiler, plain = WAYS[way].compiler, self.plain
+        if compiler not in self._by_compiler:
+            ends = Ends(plain.embedding, plain.gain, plain.head)
+            decoder = Decoder(self._maker.dimensions, ends, list(plain.layers), self._maker.share, compiler)
+            self._by_compiler[compiler] = decoder
+        return self._by_compiler[compiler]
 
 
 def measure(
@@ -148,26 +150,43 @@ def measure(
     maker = Maker(dimensions, Share(ctx.cur_rank, ctx.num_ranks), dtype, dtype, ctx.device)
     decoders = Decoders(maker)
     by = {way: WAYS[way].communication(ctx) for way in ways}
-    for case in sorted(cases, key=lambda case: case.mode == "train"):
-        # Whose tensors and graphs are gone when it returns.
-        found = _side_by_side(ctx, (Training if case.mode == "train" else Inference)(ctx, case, maker, decoders), by)
-        ctx.ops.close()
-        ctx.ccl.release_graphs()
-        ctx.barrier()
-        for way, (spent, errors, reason) in found.items():
-            speed = None if spent is None else 1e6 * case.tokens / spent
-            name = str(dtype).removeprefix("torch.")
-            yield Row(model, dimensions.layers, *case, name, way, spent, speed, *errors, reason)
+    try:
+        for case in sorted(cases, key=lambda case: case.mode == "train"):
+            # Whose tensors and graphs are gone when it returns.
+            kind = Training if case.mode == "train" else Inference
+            found = _side_by_side(ctx, kind(ctx, case, maker, decoders), by)
+            ctx.ops.close()
+            ctx.ccl.release_graphs()
+            # Of what it has compiled for this case: it compiles a function for a few cases only, and then refuses.
+            torch.compiler.reset()
+            ctx.barrier()
+            for way, (spent, errors, reason) in found.items():
+                speed = None if spent is None else 1e6 * case.tokens / spent
+                name = str(dtype).removeprefix("torch.")
+                yield Row(model, dimensions.layers, *case, name, way, spent, speed, *errors, reason)
+    finally:
+        for communication in by.values():
+            if isinstance(communication, ByTorch):
+                communication.close()
+
+
+def _largest(ctx: Iris, errors: Errors) -> Errors:
+    """Of all ranks, each of which has its part of gradients. Collective."""
+    of_ranks = [ctx.broadcast(errors, rank) for rank in range(ctx.num_ranks)]
+    error, error_of_one = (
+        max((each for each in kind if each is not None), default=None) for kind in zip(*of_ranks, strict=True)
+    )
+    return error, error_of_one
 
 
 class _Found(NamedTuple):
     microseconds: float | None
-    errors: tuple[float | None, float | None]
+    errors: Errors
     reason: str
 
 
 def _side_by_side(ctx: Iris, measured: Measured, by: dict[str, Communication]) -> dict[str, _Found]:
-    errors: dict[str, tuple[float | None, float | None]] = {}
+    errors: dict[str, Errors] = {}
     reasons: dict[str, str] = {}
     readied: dict[str, Any] = {}
     for way, communication in by.items():
@@ -184,7 +203,7 @@ def _side_by_side(ctx: Iris, measured: Measured, by: dict[str, Communication]) -
         except Exception as problem:  # of a library's on this machine, which is a result too
             reason = failure(problem)
         # One rank's failure is everybody's, so that all go on with the same way.
-        reasons[way] = on_any_rank(ctx, reason)
+        reasons[way], errors[way] = on_any_rank(ctx, reason), _largest(ctx, errors[way])
         if not reasons[way]:
             readied[way] = measured.ready(call)
     times = microseconds_of_each(ctx, list(readied.values()), measured.often) if readied else []

@@ -1,6 +1,5 @@
 """The ways of communicating that are measured beside each other, by name."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 import iris.distributed  # noqa: F401  # which registers the backend
 from iris import simulator
 from iris.bench.model.communication import Alone, ByTorch, Communication, Fused, FusedOperators
+from iris.bench.model.decoder import Compiler
 from iris.context import Iris
 from iris.inductor import compile_options
 
@@ -17,10 +17,21 @@ FLOOR = "none"
 
 
 class Way(NamedTuple):
-    """``communication``: made by all ranks together. ``compiled``: what compiles layers' methods, if anything does."""
+    """``communication``: made by all ranks together. ``compiler``: what methods of layers go through, if anything."""
 
     communication: Callable[[Iris], Communication]
-    compiled: Callable[[Callable], Callable] | None = None
+    compiler: Compiler | None = None
+
+
+def inductor(method: Callable) -> Callable:
+    """torch.compile by its default; in the simulator, where that takes longer than all else, by AOTAutograd alone."""
+    backend = "aot_eager" if simulator.ACTIVE else "inductor"
+    return torch.compile(method, fullgraph=True, dynamic=False, backend=backend)
+
+
+def accelerated(method: Callable) -> Callable:
+    """By Inductor, in whose graphs Iris' operators take the place of torch's, as `iris.accelerate` has it for all."""
+    return torch.compile(method, fullgraph=True, dynamic=False, options=compile_options())
 
 
 def _by_the_vendor(ctx: Iris) -> Communication:
@@ -35,24 +46,15 @@ def _by_the_backend(ctx: Iris) -> Communication:
     return ByTorch(group)
 
 
-def compiled(method: Callable) -> Callable:
-    """By Inductor on GPUs. In the simulator, where it would take longer than all else, by no more than AOTAutograd."""
-    backend = "aot_eager" if simulator.ACTIVE else "inductor"
-    return functools.wraps(method)(torch.compile(method, fullgraph=True, dynamic=False, backend=backend))
-
-
-def accelerated(method: Callable) -> Callable:
-    """As `compiled`, with Iris' operators put into the graphs of Inductor."""
-    return functools.wraps(method)(torch.compile(method, fullgraph=True, dynamic=False, options=compile_options()))
-
-
 # The vendor's library is NCCL or RCCL on GPUs, Gloo in the simulator.
 WAYS = {
     "nccl": Way(_by_the_vendor),
-    "nccl compiled": Way(_by_the_vendor, compiled=compiled),
-    "iris accelerate": Way(_by_the_vendor, compiled=accelerated),
+    "nccl compiled": Way(_by_the_vendor, compiler=inductor),
+    "iris accelerate": Way(_by_the_vendor, compiler=accelerated),
     "iris backend": Way(_by_the_backend),
     "iris fused": Way(Fused),
-    "iris fused compiled": Way(FusedOperators, compiled=compiled),
+    "iris fused compiled": Way(FusedOperators, compiler=inductor),
     FLOOR: Way(lambda ctx: Alone(ctx.num_ranks)),
 }
+# Inductor takes minutes for what the simulator does in seconds.
+BY_DEFAULT = [way for way in WAYS if not (simulator.ACTIVE and WAYS[way].compiler is accelerated)]
