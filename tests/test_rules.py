@@ -94,6 +94,8 @@ TEMPORARIES = {
     "experts/functional.py": {"_combine_back", "_dispatch", "_like_combine", "_like_dispatch"},
     "heap/mapping.py": {"peer", "snapshot"},
     "heap/symmetric.py": {"empty", "peer"},
+    "inductor/operators.py": {"all_reduce_add_rms_norm", None},
+    "inductor/symm_mem.py": {"_gather", "_of_all_rows", "_scatter"},
     "ops/call.py": {"scales"},
     "ops/experts_mlp.py": {"scratch_of"},
     "ops/functional.py": {"_out", "_out_and_a", "_all_gather_matmul_return_a_back"},
