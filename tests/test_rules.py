@@ -95,6 +95,7 @@ TEMPORARIES = {
     "heap/mapping.py": {"peer", "snapshot"},
     "heap/symmetric.py": {"empty", "peer"},
     "inductor/operators.py": {None, "all_reduce_add_rms_norm"},
+    "inductor/symm_mem.py": {"_gather", "_of_all_rows", "_scatter"},
     "integrations/transformers/experts.py": {"_forward"},
     "ops/call.py": {"scales"},
     "ops/experts_functional.py": {"_backward", "_like", "_like_backward", "experts_mlp", "multiply"},

@@ -19,6 +19,8 @@ def compiled(function, report=None, **options):
             graph_pass.search(graph, report)
 
     def run_as_it_is(module, inputs, **kwargs):
+        # As Inductor does before its passes.
+        compile_fx.view_to_reshape(module)
         with config.patch(post_grad_custom_pre_pass=change), V.set_fake_mode(detect_fake_mode(inputs)):
             compile_fx._recursive_post_grad_passes(module, is_inference=kwargs.get("is_inference", False))
         module.recompile()

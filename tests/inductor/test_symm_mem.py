@@ -1,6 +1,8 @@
 """torch's own fused operators, `torch.ops.symm_mem.fused_*`, on Iris: against float64, laid out as torch does it."""
 
+import functools
 import math
+import sys
 from unittest import mock
 
 import pytest
@@ -21,8 +23,12 @@ RANKS = (1, 2, 4) if EVERYTHING else (2, 4)
 ops = torch.ops.symm_mem
 
 
+# Once in a process.
+put_in_place = functools.cache(symm_mem.put_in_place)
+
+
 def setup(ctx):
-    iris.accelerate()
+    put_in_place()
     return dist.group.WORLD
 
 
@@ -225,11 +231,14 @@ def test_what_stays_with_torch(ranks, backend):
 
 
 def in_the_group(ctx):
-    """A group of Iris' backend has a context, which is used."""
-    iris.accelerate()
+    """A group of Iris' backend has a context, which is used. `iris.accelerate` puts the operators in place."""
     group = dist.new_group(backend="cuda:iris")
     a = random(ctx, (8, 32), torch.bfloat16, 1)
-    with only_iris():
+    put_in_place.cache_clear()
+    # Passes over graphs would stay in this process, and be in the way of others' tests.
+    module = sys.modules[iris.accelerate.__module__]
+    with mock.patch.object(module, "add_graph_pass"), mock.patch.object(module, "_on", []), only_iris():
+        iris.accelerate()
         kept, _ = ops.fused_all_gather_matmul(a[ctx.cur_rank], [a[0].t()], 0, group.group_name)
     assert torch.equal(kept, torch.cat(a))
 

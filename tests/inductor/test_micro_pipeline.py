@@ -1,0 +1,51 @@
+"""Inductor's own micro-pipelining of tensor parallelism calls torch's fused operators, which run on Iris."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch._inductor import config
+from torch.distributed import _symmetric_memory
+
+from inductor.searched import compiled
+from iris.inductor import symm_mem
+
+K, N = 32, 64
+# Once in a process.
+put_in_place = functools.cache(symm_mem.put_in_place)
+
+
+def pipelined(ctx, dim):
+    """Forward and backward, of which Inductor pipelines the gathers and the scatters with their products."""
+    put_in_place()
+    group, W, me = dist.group.WORLD, ctx.num_ranks, ctx.cur_rank
+
+    def mlp(x, up, down):
+        rows = funcol.all_gather_tensor(x, dim, group)
+        return funcol.reduce_scatter_tensor(torch.relu(rows @ up) @ down, "sum", dim, group)
+
+    generator = torch.Generator().manual_seed(3)
+    x, up, down = (torch.randn(W, *shape, generator=generator).to(ctx.device) for shape in ((2, 8, K), (K, N), (N, K)))
+    with (
+        # On a machine without NCCL Inductor pipelines nothing; and torch has to be told that the group can be used so.
+        mock.patch.object(dist, "is_nccl_available", return_value=True),
+        mock.patch.object(_symmetric_memory, "is_symm_mem_enabled_for_group", return_value=True),
+        mock.patch.object(symm_mem, "context_of", wraps=symm_mem.context_of) as contexts,
+        mock.patch.object(symm_mem, "by_torch", side_effect=AssertionError("torch was asked")),
+        config.patch(_micro_pipeline_tp=True),
+        torch.no_grad(),
+    ):
+        result = compiled(mlp)(x[me], up[me], down[me])
+    rows = torch.cat(list(x), dim).double()
+    total = sum(torch.relu(rows @ a.double()) @ b.double() for a, b in zip(up, down, strict=True))
+    torch.testing.assert_close(result.double(), total.chunk(W, dim)[me], rtol=1e-4, atol=1e-3)
+    assert contexts.call_count == 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_inductor_pipelines_on_iris(ranks, dim):
+    ranks.run(pipelined, dim)
