@@ -3,6 +3,7 @@
 All of these are there in torch 2.9 to 2.13. Where one is gone, its call raises `MissingPartError`, but for those that
 only the sanitizer asks: without `torch._C.Future` it sees futures that Python made and none that C++ made, and a call
 that it cannot tell to be from torch's own Python counts as one that the program waits for at once.
+Windows, and what they say of memory, are new in torch 2.14.
 """
 
 import inspect
@@ -35,6 +36,9 @@ Future = optional("torch._C:Future") or torch.futures.Future
 """The class whose methods all futures have, those of C++ included."""
 
 _SOURCE = optional("torch.distributed.distributed_c10d:__file__")
+# From torch 2.14 on.
+_WindowAttr = optional("torch._C._distributed_c10d:WindowAttr")
+_UNIFIED = optional("torch._C._distributed_c10d:WindowAccessType.UNIFIED")
 _SPLIT_GROUP = inspect.unwrap(dist.split_group).__code__
 
 
@@ -98,10 +102,11 @@ def make_nccl(store: dist.Store, name: str, rank: int, ranks: Sequence[int], tim
 
 
 def unified_window() -> Any:
-    """What a window of torch 2.14 says of memory that is the peer's own, and no copy of it."""
-    reads = "say what memory a window reaches"
-    attributes = required("torch._C._distributed_c10d:WindowAttr", reads)()
-    attributes.access_type = required("torch._C._distributed_c10d:WindowAccessType.UNIFIED", reads)
+    """What a window says of memory that is the peer's own, and no copy of it; None where torch has no windows."""
+    if _WindowAttr is None:
+        return None
+    attributes = _WindowAttr()
+    attributes.access_type = _UNIFIED
     return attributes
 
 

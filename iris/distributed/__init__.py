@@ -63,7 +63,7 @@ class ProcessGroup(ProcessGroupBase):
     def end_coalescing(self, device: torch.device) -> dist.Work:
         # Behind the calls before it on that stream.
         enqueue, sign = observer.beside("coalescing", self, EnqueuedWork, in_thread=False)
-        stream = self._stream_for("collectives", device)
+        stream = self.stream_for("collectives", device)
         assert not isinstance(stream, Stream)  # which only messages have
         with torch.cuda.stream(stream):
             return sign(enqueue([], device))
@@ -237,7 +237,7 @@ class ProcessGroup(ProcessGroupBase):
         if device.type != self.device_type:
             return getattr(self._beside(device), call)(tensors, peer, tag)
         context = self.context(device, call)
-        ccl, stream = context.ccl, self._stream_for((call, peer), device)
+        ccl, stream = context.ccl, self.stream_for((call, peer), device)
 
         def enqueue() -> None:
             with torch.no_grad():
@@ -266,20 +266,6 @@ class ProcessGroup(ProcessGroupBase):
         connecting = ConnectingMessage(tensors, device, begin, before)
         self._connecting[call, peer] = connecting.enqueued
         return connecting
-
-    def _stream_for(self, use: Any, device: torch.device) -> torch.cuda.Stream | Stream | None:
-        """The group's own stream for some calls, behind what is on the current one.
-
-        In the simulator messages have one, and collectives None.
-        """
-        if device.type != "cuda":
-            return None if use == "collectives" else self._streams.setdefault(use, Stream())
-        stream = self._streams.get(use)
-        if not isinstance(stream, torch.cuda.Stream):
-            # Before computation that waits for a place as well: all other ranks wait for the last one.
-            stream = self._streams[use] = torch.cuda.Stream(device, priority=-1)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        return stream
 
     # Windows, of torch 2.14 and newer ---------------------------------------------------------------------------------
 

@@ -211,7 +211,7 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
         stream: torch.cuda.Stream | None = None
         asynchronous = any(getattr(value, "asyncOp", False) for value in values)
         if asynchronous:
-            stream = self._stream_for("collectives", device)
+            stream = self.stream_for("collectives", device)
         # Who asks a group for memory has streams of its own, as FSDP2 does.
         beside = asynchronous or any(map(is_handed_out, tensors))
         # Over hosts each step is chosen, and takes no configuration.

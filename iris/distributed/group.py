@@ -138,6 +138,20 @@ class ProcessGroupBase(dist.ProcessGroup):
             self._memory = SymmetricMemory(self.context(device, "allocate_tensor"))
         return self._memory
 
+    def stream_for(self, use: Any, device: torch.device) -> torch.cuda.Stream | Stream | None:
+        """The group's own stream for some calls, behind what is on the current one.
+
+        In the simulator messages have one, and collectives None.
+        """
+        if device.type != "cuda":
+            return None if use == "collectives" else self._streams.setdefault(use, Stream())
+        stream = self._streams.get(use)
+        if not isinstance(stream, torch.cuda.Stream):
+            # Before computation that waits for a place as well: all other ranks wait for the last one.
+            stream = self._streams[use] = torch.cuda.Stream(device, priority=-1)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
+
     def keep_for(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
         """Their memory is not given to others before the stream is done, though they may die before."""
         if stream is None:

@@ -166,7 +166,7 @@ class Window:
         return self._carry("wait_signal", self._flags(await_peer, peer_rank), ("in", peer_rank), async_op)
 
     def get_attr(self, peer_rank: int) -> Any:
-        """torch 2.14's attributes of the peer's memory: unified, as its tensor itself is reached."""
+        """torch's attributes of the peer's memory: unified, as its tensor itself is reached. None before torch 2.14."""
         self._check(peer_rank)
         return unified_window()
 
@@ -200,7 +200,7 @@ class Window:
         if not async_op:
             enqueue()
             return EnqueuedWork([], self._device)
-        stream = self._group._stream_for(("window", id(self), queue), self._device)
+        stream = self._group.stream_for(("window", id(self), queue), self._device)
         if isinstance(stream, Stream):
             enqueue, sign = observer.beside(call, stream, enqueue, in_thread=True)
             message = stream.enqueue(enqueue)

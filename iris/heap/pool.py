@@ -158,7 +158,7 @@ class Pool:
 
     def _from_torch(self, count: int, dtype: torch.dtype, life: Life) -> torch.Tensor:
         tensor = torch.empty(count, dtype=dtype, device=self._device)
-        tensor.untyped_storage().iris_owner = life
+        tensor.untyped_storage().iris_owner = life  # type: ignore[attr-defined]
         return tensor
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -32,8 +32,8 @@ class FusionReport(list[Fusion]):
     def __str__(self) -> str:
         if not self:
             return (
-                "No collective was found in what this process has compiled since iris.accelerate(). What Inductor takes "
-                "from its cache is not searched again: TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 has it compile anew."
+                "No collective was found in what this process has compiled since iris.accelerate(). What Inductor has "
+                "in its cache is not searched again: TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 has it compile anew."
             )
         counts = Counter((each.pattern, each.kept) for each in self)
         first = {(each.pattern, each.kept): each.where for each in reversed(self)}

@@ -99,7 +99,7 @@ SCALAR = {
     "exchange_times",
     "exchange_v",
     *("read_clock", "hold", "note_beginning", "note_end"),
-    "meet",
+    *("meet", "signal_peer", "await_peer"),
     "ping_pong",
     "chase",
     "count_up",
