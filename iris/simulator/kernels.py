@@ -19,6 +19,7 @@ from iris.compat.interpreter import (
     InterpretedFunction,
     TensorHandle,
     convert_argument,
+    leave_out_size_checks,
     replace_function_methods,
     replace_numpy_dtype,
 )
@@ -215,3 +216,4 @@ def install() -> None:
     in_python(Autotuner.run)
     replace_measurements(first_config, no_disk_cache)
     replace_numpy_dtype(dtypes.storage)  # the same, remembered
+    leave_out_size_checks()  # which are of the interpreter itself, and take longer than the rest of making one

@@ -45,17 +45,19 @@ def _remember_types() -> None:
 
 def _remember_tensors() -> None:
     make = tl.tensor.__init__
-    known: dict[tuple, Any] = {}
+    # By what the shape is of its type, which is made once, too; of None if it is of no block.
+    known: dict[int, tuple[Any, Any, Any]] = {}
 
     @functools.wraps(make)
     def remembered(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes in known:
+        shape = type.shape if type.is_block() else None
+        found = known.get(id(shape))
+        if found is not None:
             self.handle, self.type, self.dtype = handle, type, type.scalar
-            self.shape, self.numel = known[sizes]
+            _, self.shape, self.numel = found
         else:
             make(self, handle, type)
-            known[sizes] = self.shape, self.numel
+            known[id(shape)] = shape, self.shape, self.numel
 
     tl.tensor.__init__ = remembered
 
