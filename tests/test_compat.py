@@ -236,6 +236,10 @@ def takes_the_older_name(module, patch):
     assert module.aggregate is triton.language.core._aggregate
 
 
+def says_nothing_of_windows(module, patch):
+    assert module.unified_window() is None
+
+
 # What stands in for a part.
 OTHER_WAYS = {
     "torch._C:_increment_version": increments,
@@ -249,6 +253,8 @@ OTHER_WAYS = {
     "torch._C._distributed_c10d:_detect_dma_connectivity": counts_no_links,
     "torch._C._autograd:DeviceType.CUDA": counts_no_links,
     "torch._C._distributed_c10d:_SymmetricMemory.set_group_info": registers_all_the_same,
+    "torch._C._distributed_c10d:WindowAttr": says_nothing_of_windows,
+    "torch._C._distributed_c10d:WindowAccessType": says_nothing_of_windows,
     "triton:aggregate": takes_the_older_name,
 }
 

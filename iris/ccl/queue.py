@@ -169,7 +169,7 @@ def advertise_input(ctx, queues, words, tensor, length, calls, others, W: tl.con
 def resolve_inputs(ctx, queues, words, calls, others, W: tl.constexpr):
     """What all ranks `advertise_input`, or `permit`: an address each, 0 where it is not on the heap."""
     offset = ll_recv_places(words + lanes(), calls + lanes() * 0, others, ctx._record())
-    return address_at(ctx, queues, offset, others, W)
+    return address_at(ctx, queues, offset, ranks=others, W=W)
 
 
 @jit
@@ -187,7 +187,7 @@ def resolve_output(ctx, queues, row, words, to, W: tl.constexpr):
     calls = tl.load(row + CALLS_TO + lanes(), mask=to, other=0) + 1
     offset = ll_recv_places(words + PLACES + lanes(), calls, to, ctx._record())
     store_after_sync(row + CALLS_TO + lanes(), calls, to)
-    return calls, address_at(ctx, queues, offset, to, W)
+    return calls, address_at(ctx, queues, offset, ranks=to, W=W)
 
 
 @jit

@@ -114,7 +114,7 @@ def find_target(ctx, queues, words, nbytes, messages, receivers, W: tl.constexpr
     asked = recv_message_words(ctx, words, messages, receivers, ROW=ASKED)
     to = receivers & (asked == nbytes)
     offset = recv_message_words(ctx, words, messages, to, ROW=TARGETS)
-    return to, address_at(ctx, queues, offset, to, W)
+    return to, address_at(ctx, queues, offset, ranks=to, W=W)
 
 
 @jit

@@ -38,7 +38,7 @@ Future = optional("torch._C:Future") or torch.futures.Future
 _SOURCE = optional("torch.distributed.distributed_c10d:__file__")
 # From torch 2.14 on.
 _WindowAttr = optional("torch._C._distributed_c10d:WindowAttr")
-_UNIFIED = optional("torch._C._distributed_c10d:WindowAccessType.UNIFIED")
+_WindowAccessType = optional("torch._C._distributed_c10d:WindowAccessType")
 _SPLIT_GROUP = inspect.unwrap(dist.split_group).__code__
 
 
@@ -103,10 +103,10 @@ def make_nccl(store: dist.Store, name: str, rank: int, ranks: Sequence[int], tim
 
 def unified_window() -> Any:
     """What a window says of memory that is the peer's own, and no copy of it; None where torch has no windows."""
-    if _WindowAttr is None:
+    if _WindowAttr is None or _WindowAccessType is None:
         return None
     attributes = _WindowAttr()
-    attributes.access_type = _UNIFIED
+    attributes.access_type = _WindowAccessType.UNIFIED
     return attributes
 
 

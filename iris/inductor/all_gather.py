@@ -15,6 +15,7 @@ from iris.compat.inductor import value_of
 from iris.inductor.nodes import ancestors, arguments, aten, c10d, calls, place_of, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import (
+    DEVICE,
     Blocks,
     ask_for_extents,
     between,
@@ -50,9 +51,11 @@ def fuse(graph: Graph, report: FusionReport) -> None:
         wait = waited(node)
         found = {} if wait is None else carriers(wait, size)
         for rows in found:
-            how = None if rows is wait else rejoined(rows, size)
-            if rows is wait or how is not None:
-                ask_for_extents(graph, rows, shard, size, dim=0 if how is None else how.joined)
+            how = rejoined(rows, size)
+            if rows is wait:
+                ask_for_extents(graph, rows, shard, size, dim=0)
+            elif how is not None and how.source is wait:
+                ask_for_extents(graph, rows, shard, size, dim=how.joined)
         product = _largest(graph, found)
         kept = _kept(wait, found, product)
         report.append(Fusion(PATTERN, kept, where(node if product is None else product.node)))
@@ -64,6 +67,7 @@ def fuse(graph: Graph, report: FusionReport) -> None:
 def _largest(graph: Graph, found: dict[Node, Blocks | None]) -> Product | None:
     """The product with the most columns, the first of them in the graph."""
     products = {each.node: each for rows, how in found.items() for each in _products(rows, how)}
+    products = {node: each for node, each in products.items() if value_of(node).shape[1] != 0}
     in_order = [products[node] for node in graph.nodes if node in products] if products else []
     return max(in_order, key=lambda each: _known(value_of(each.node).shape[1]), default=None)
 
@@ -93,6 +97,8 @@ def _kept(wait: Node | None, found: dict[Node, Blocks | None], product: Product 
     others = [value_of(each).dtype for each in tensors if value_of(each).dtype not in WIDE]
     if others:
         return f"there is a tensor of {others[0]}"
+    if value_of(wait).device.type != DEVICE:
+        return f"it is computed on {value_of(wait).device}"
     if any(wait in ancestors(each, wait) | {each} for each in tensors[1:]):
         return "the other matrix depends on what is gathered"
     if product.how is not None and not product.how.known:

@@ -10,6 +10,7 @@ from iris.compat.inductor import value_of
 from iris.inductor.nodes import arguments, aten, c10d, calls, place_of, reshaped_rows, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import (
+    DEVICE,
     Blocks,
     between,
     blocks,
@@ -94,6 +95,8 @@ def _kept(node: Node, given: Scattered) -> str | None:
     dtype = value_of(product).dtype
     if dtype not in WIDE:
         return f"the product is {dtype}"
+    if value_of(product).device.type != DEVICE:
+        return f"it is computed on {value_of(product).device}"
     if op == "avg" and dtype == torch.float16:
         return "a sum of float16 may be too large where its mean is not"
     if given.how is not None and not given.how.known or given.extents is None:

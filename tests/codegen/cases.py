@@ -21,6 +21,7 @@ from codegen import test_grouped_kernels as grouped
 from codegen import test_hopper_kernels as hopper
 from codegen import test_low_latency_kernels as low_latency
 from codegen import test_options as options
+from codegen import test_regions as regions
 from codegen import test_tiles as tiles
 from codegen.offline import TARGETS
 from iris.ccl.exchange import exchange
@@ -98,7 +99,7 @@ def _variants(target: str) -> Iterator[Case]:
     room = leaving_room(8 * 32) if target in NVIDIA else {}  # as a launch asks for it
     for name, kernel in every.ROOMY.items():
         yield Case(f"ccl {name} of 8 ranks", kernel, every.arguments_of(kernel, W=8), {"num_warps": 8, **room})
-    for name, kernel in every.REGIONED.items():
+    for name, kernel in regions.REGIONED.items():
         yield Case(f"ccl {name} of several regions", kernel, every.arguments_of(kernel, regions=3))
     for (name, kernel), size in itertools.product(every.PUSHES.items(), (2, 4)):
         part = every.BLOCK_BYTES // size

@@ -1,5 +1,7 @@
 """Sequence parallelism in compiled graphs: gathers before products and scatters of sums behind them; and what stays."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from inductor.searched import FusionReport, compiled, expect
-from iris.inductor import compile_options, fusion_report
+from iris.inductor import all_gather, compile_options, fusion_report, reduce_scatter
 
 K, N = 16, 24
 GATHER, SCATTER = "all_gather + product", "product + reduce_scatter"
@@ -276,6 +278,23 @@ def stays(ctx, name):
 def test_what_stays_as_it_is(ranks):
     for name in STAYS:
         ranks.run(stays, name)
+
+
+def elsewhere(ctx):
+    """As on a machine with GPUs, where a group of Gloo moves what is on the CPU."""
+    x, w, report = random(ctx, (4, K))[ctx.cur_rank], random(ctx, (K, K), seed=1)[0], FusionReport()
+    with (
+        torch.no_grad(),
+        mock.patch.object(all_gather, "DEVICE", "elsewhere"),
+        mock.patch.object(reduce_scatter, "DEVICE", "elsewhere"),
+    ):
+        compiled(lambda x, w: scattered(rows_of(x) @ w), report)(x, w)
+    expect(report, {}, "it is computed on", "it is computed on")
+
+
+@pytest.mark.ranks(2)
+def test_what_is_on_another_device_stays(ranks):
+    ranks.run(elsewhere)
 
 
 def unknown_sizes(ctx):
