@@ -22,6 +22,20 @@ RANKS = (2, 4) if EVERYTHING else (2,)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+# That of all ranks, in each of their processes. Iris' backend takes several ranks on one GPU.
+GROUP = []
+
+
+def run_with_group(ranks, worker, *args):
+    ranks.run(with_group, worker, *args)
+
+
+def with_group(ctx, worker, *args):
+    if not GROUP:
+        GROUP.append(dist.new_group(backend="cuda:iris"))
+    worker(ctx, *args)
+
+
 def random(ctx, shape, dtype=torch.float32, seed=0):
     """Each rank's."""
     generator = torch.Generator().manual_seed(seed)
@@ -38,7 +52,7 @@ def gather(ctx, shape, dim, dtype, biased):
     report, me = FusionReport(), ctx.cur_rank
 
     def function(x, weight, bias):
-        return torch.relu(F.linear(funcol.all_gather_tensor(x, dim, dist.group.WORLD), weight, bias))
+        return torch.relu(F.linear(funcol.all_gather_tensor(x, dim, GROUP[0]), weight, bias))
 
     run = compiled(function, report)
     weight, bias = random(ctx, (N, K), dtype, 1)[me], random(ctx, (N,), dtype, 2)[me] if biased else None
@@ -54,7 +68,7 @@ def gather(ctx, shape, dim, dtype, biased):
 @pytest.mark.ranks(*RANKS)
 def test_gathered_rows_and_a_product(ranks):
     for (shape, dim), dtype, biased in sample(PLACES, DTYPES, [False, True]):
-        ranks.run(gather, shape, dim, dtype, biased)
+        run_with_group(ranks, gather, shape, dim, dtype, biased)
 
 
 def scatter(ctx, shape, dim, dtype, op):
@@ -63,7 +77,7 @@ def scatter(ctx, shape, dim, dtype, op):
     whole[dim] *= W
 
     def function(x, weight):
-        return funcol.reduce_scatter_tensor(torch.tanh(x) @ weight, op, dim, dist.group.WORLD) + 1
+        return funcol.reduce_scatter_tensor(torch.tanh(x) @ weight, op, dim, GROUP[0]) + 1
 
     run, weight = compiled(function, report), random(ctx, (K, N), dtype, 1)
     for turn in range(2):
@@ -78,7 +92,7 @@ def scatter(ctx, shape, dim, dtype, op):
 @pytest.mark.ranks(*RANKS)
 def test_a_product_and_its_scattered_sum(ranks):
     for (shape, dim), dtype, op in sample(PLACES, DTYPES, ["sum", "avg"]):
-        ranks.run(scatter, shape, dim, dtype, op)
+        run_with_group(ranks, scatter, shape, dim, dtype, op)
 
 
 def by_name(ctx):
@@ -104,7 +118,7 @@ def by_name(ctx):
 
 @pytest.mark.ranks(*((1, 2) if EVERYTHING else (2,)))
 def test_collectives_of_torch_distributed(ranks):
-    ranks.run(by_name)
+    run_with_group(ranks, by_name)
 
 
 def several(ctx, dim, first):
@@ -113,7 +127,7 @@ def several(ctx, dim, first):
     shape = (2, 4, K)
 
     def function(x, large, small, bias):
-        rows = funcol.all_gather_tensor(x, dim, dist.group.WORLD)
+        rows = funcol.all_gather_tensor(x, dim, GROUP[0])
         # What is used of the rows before the product comes behind it.
         early = rows.amax(-1) if first else None
         one = F.linear(rows, small)
@@ -138,7 +152,7 @@ def several(ctx, dim, first):
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_rows_that_several_use(ranks, dim, first):
-    ranks.run(several, dim, first)
+    run_with_group(ranks, several, dim, first)
 
 
 # A transformer's block with DTensor's plans ---------------------------------------------------------------------------
@@ -175,7 +189,7 @@ class Block(nn.Module):
 
 def parallel(ctx):
     """The same on all ranks, and shared among them."""
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -191,7 +205,7 @@ def parallel(ctx):
     plan = {"before": SequenceParallel(), "behind": SequenceParallel(), "attention": whole, "mlp": whole}
     plan |= {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {"mlp.up": ColwiseParallel()}
     plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o", "mlp.down")}
-    return parallelize_module(block, init_device_mesh(ctx.device.type, (ctx.num_ranks,)), plan)
+    return parallelize_module(block, DeviceMesh.from_group(GROUP[0], ctx.device.type), plan)
 
 
 def train(ctx, how):
@@ -220,18 +234,18 @@ def train(ctx, how):
 
 @pytest.mark.ranks(2)
 def test_a_block_of_a_transformer_is_trained(ranks):
-    ranks.run(train, "graphs")
+    run_with_group(ranks, train, "graphs")
 
 
 # What stays -----------------------------------------------------------------------------------------------------------
 
 
 def rows_of(x, dim=0):
-    return funcol.all_gather_tensor(x, dim, dist.group.WORLD)
+    return funcol.all_gather_tensor(x, dim, GROUP[0])
 
 
 def scattered(x, op="sum", dim=0):
-    return funcol.reduce_scatter_tensor(x, op, dim, dist.group.WORLD)
+    return funcol.reduce_scatter_tensor(x, op, dim, GROUP[0])
 
 
 def used_twice(x, w):
@@ -277,7 +291,7 @@ def stays(ctx, name):
 @pytest.mark.ranks(2)
 def test_what_stays_as_it_is(ranks):
     for name in STAYS:
-        ranks.run(stays, name)
+        run_with_group(ranks, stays, name)
 
 
 def elsewhere(ctx):
@@ -294,7 +308,7 @@ def elsewhere(ctx):
 
 @pytest.mark.ranks(2)
 def test_what_is_on_another_device_stays(ranks):
-    ranks.run(elsewhere)
+    run_with_group(ranks, elsewhere)
 
 
 def unknown_sizes(ctx):
@@ -325,7 +339,7 @@ def unknown_sizes(ctx):
 
 @pytest.mark.ranks(2)
 def test_numbers_of_rows_that_are_not_known(ranks):
-    ranks.run(unknown_sizes)
+    run_with_group(ranks, unknown_sizes)
 
 
 # The code that Inductor makes -----------------------------------------------------------------------------------------
@@ -343,4 +357,4 @@ def through_inductor(ctx):
 @pytest.mark.ranks(2)
 @pytest.mark.skipif(not EVERYTHING, reason="Inductor's C++ takes a minute to compile")
 def test_a_block_through_inductor(ranks):
-    ranks.run(through_inductor)
+    run_with_group(ranks, through_inductor)
