@@ -73,6 +73,6 @@ def test_collectives(ranks, seed, number):
 
 
 @pytest.mark.ranks(*(HOSTS if EVERYTHING else (Hosts(2, 2, dealt=True),)))
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_operations(ranks, seed):
     ranks.run(multiply_in_rounds, seed)

@@ -45,15 +45,16 @@ def by_turns(cases):
 def one_of_each(targets, cases):
     """(target, case): each with each in `make test-all`.
 
-    Otherwise the newest Triton compiles every second case for sm_90, and the others for AMD's targets by turns. These
-    the oldest compiles for sm_90.
+    Otherwise each case once: every second by the newest Triton for sm_90, and of the others by turns one by the newest
+    for one of AMD's targets, and one by the oldest for sm_90.
     """
     if EVERYTHING:
         return [*itertools.product(targets, cases)]
     if OLDEST:
-        return [("sm_90", case) for case in cases[1::2]]
+        return [("sm_90", case) for case in cases[3::4]]
     amd = [target for target in targets if target.startswith("gfx")]
-    return [(amd[i // 2 % len(amd)] if i % 2 else "sm_90", case) for i, case in enumerate(cases)]
+    by_amd = zip(itertools.cycle(amd), cases[1::4], strict=False)
+    return [*(("sm_90", case) for case in cases[::2]), *by_amd]
 
 
 class OfflineDriver(DriverBase):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from covering import EVERYTHING
 from rank_pool import FEWER_HOSTS, Hosts
 
 import iris
@@ -103,7 +104,7 @@ def trace_unequal_parts(ctx, folder):
     return json.loads(path.read_text()), ctx.tracing.timeline()
 
 
-@pytest.mark.ranks(Hosts(2, 2), Hosts(3, 2))
+@pytest.mark.ranks(*((Hosts(2, 2), Hosts(3, 2)) if EVERYTHING else (Hosts(2, 2),)))
 def test_parts_of_unequal_size_are_shown_with_the_bytes_of_each(ranks, tmp_path):
     """In the file, in the table and in the picture."""
     hosts = ranks.hosts
@@ -243,7 +244,7 @@ def run_with_a_wrong_clock(ctx):
 
 
 @needs_simulator
-@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 3))
+@pytest.mark.ranks(*((Hosts(2, 2), Hosts(2, 3)) if EVERYTHING else (Hosts(2, 3),)))
 def test_a_clock_that_is_ahead_and_drifts_is_found_and_corrected(ranks, mistaken):
     # The sanitizer, which `mistaken` keeps out, would read the wrong clock, too.
     results = ranks.run(run_with_a_wrong_clock)
