@@ -15,6 +15,11 @@ from torch.fx import Graph, Node
 
 from iris.compat.parts import required
 
+c10d = torch.ops._c10d_functional
+"""The functional collectives, as graphs have them; what others write becomes one of these."""
+
+RESHAPES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
 _FUSES = "fuse operations in graphs of torch.compile"
 
 

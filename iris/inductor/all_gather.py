@@ -11,11 +11,10 @@ import torch
 from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
-from iris.compat.inductor import value_of
-from iris.inductor.nodes import ancestors, arguments, aten, c10d, calls, place_of, waited
+from iris.compat.inductor import c10d, value_of
+from iris.inductor.nodes import DEVICE, ancestors, arguments, aten, calls, place_of, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import (
-    DEVICE,
     Blocks,
     ask_for_extents,
     between,

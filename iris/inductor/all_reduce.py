@@ -4,8 +4,8 @@ import torch
 from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
-from iris.compat.inductor import value_of
-from iris.inductor.nodes import arguments, aten, c10d, calls, only_user, place_of, reshaped_rows, waited
+from iris.compat.inductor import c10d, value_of
+from iris.inductor.nodes import DEVICE, arguments, aten, calls, only_user, place_of, reshaped_rows, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.ops.call import WIDE
 
@@ -37,6 +37,8 @@ def _kept(node: Node, product: Node) -> str | None:
         return "the sum is used before it is waited for"
     if value_of(product).dtype not in WIDE:
         return f"the product is {value_of(product).dtype}"
+    if value_of(product).device.type != DEVICE:
+        return f"it is computed on {value_of(product).device}"
     return None
 
 

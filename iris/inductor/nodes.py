@@ -6,11 +6,12 @@ from typing import Any, TypeGuard
 import torch
 from torch.fx import Node
 
-from iris.compat.inductor import value_of
+from iris import simulator
+from iris.compat.inductor import RESHAPES, c10d, value_of
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-
-RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+aten = torch.ops.aten
+# Where Iris' operators run. Graphs may have others, such as sums on the CPU beside a GPU.
+DEVICE = "cpu" if simulator.ACTIVE else "cuda"
 CONVERSIONS = (torch.ops.prims.convert_element_type.default,)
 
 

@@ -6,11 +6,10 @@ import torch
 from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
-from iris.compat.inductor import value_of
-from iris.inductor.nodes import arguments, aten, c10d, calls, place_of, reshaped_rows, waited
+from iris.compat.inductor import c10d, value_of
+from iris.inductor.nodes import DEVICE, arguments, aten, calls, place_of, reshaped_rows, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import (
-    DEVICE,
     Blocks,
     between,
     blocks,

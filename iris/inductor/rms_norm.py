@@ -11,13 +11,13 @@ import torch
 from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
-from iris.compat.inductor import value_of, writes
+from iris.compat.inductor import c10d, value_of, writes
 from iris.inductor.nodes import (
     CONVERSIONS,
+    DEVICE,
     ancestors,
     arguments,
     aten,
-    c10d,
     calls,
     only_user,
     place_of,
@@ -134,6 +134,8 @@ def _kept(total: Sum, norm: Norm) -> str | None:
         return f"the reduction is {op!r}"
     if others:
         return f"there is a tensor of {others[0]}"
+    if value_of(total.x).device.type != DEVICE:
+        return f"it is computed on {value_of(total.x).device}"
     if total.x in ancestors(norm.weight, total.x):
         return "the weight of the norm depends on the sum"
     if total.residual is None:

@@ -14,12 +14,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from iris import simulator
 from iris.compat.inductor import value_of
 from iris.inductor.nodes import arguments, aten, calls, reshaped_rows, users
 
-# Where Iris' operators compute; what a model has elsewhere stays as it is.
-DEVICE = "cpu" if simulator.ACTIVE else "cuda"
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
