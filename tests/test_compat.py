@@ -152,7 +152,7 @@ def launched(module, kernel):
 
 # How a file comes to look for a part that it looks for in a function.
 CALLS = {
-    "torch._inductor.config": lambda module: module.add_graph_pass(None, "a pass"),
+    "torch._inductor.config:post_grad_custom_pre_pass": lambda module: module.add_graph_pass(None, "a pass"),
     "torch._inductor.custom_graph_pass:CustomGraphPass": lambda module: module.graph_pass(None, "a pass"),
     "torch._ops:OpOverload._schema": lambda module: (module.arguments_of(Nothing()), module.results_of(Nothing())),
     "torch._ops:OpOverload._opname": lambda module: module.operation_name(Nothing()),

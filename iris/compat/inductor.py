@@ -8,6 +8,7 @@ takes ``auto_functionalized`` apart behind its passes, and copies what it says i
 
 import hashlib
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ def graph_pass(change: Callable[[Graph], None], identity: str, earlier: Any = No
 
 def add_graph_pass(change: Callable[[Graph], None], identity: str) -> None:
     """Let ``change`` see each graph that Inductor compiles from now on, of both directions, behind other passes."""
-    config = required("torch._inductor.config", _FUSES)
-    config.post_grad_custom_pre_pass = graph_pass(change, identity, config.post_grad_custom_pre_pass)
+    earlier = required("torch._inductor.config:post_grad_custom_pre_pass", _FUSES)
+    import_module("torch._inductor.config").post_grad_custom_pre_pass = graph_pass(change, identity, earlier)
 
 
 def value_of(node: Node) -> torch.Tensor:
