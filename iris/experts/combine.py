@@ -115,17 +115,10 @@ def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, 
     """Step 3, for tokens [first, last) of rank ``source``."""
     K: tl.constexpr = EXTENTS.K
     column = tl.arange(0, EXTENTS.ADDED)
-    region = tl.cast(source, tl.int64) * EXTENTS.M
-    token = first + tl.arange(0, EXTENTS.SUMS)
-    next_rows, next_weights = places_of(slot, places, region + token, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
     for some in range(first, last, EXTENTS.SUMS):
         token = some + tl.arange(0, EXTENTS.SUMS)
-        rows, weights = next_rows, next_weights
-        # The next token's are under way while this one's rows are added up.
-        following = token + EXTENTS.SUMS
-        next_rows, next_weights = places_of(
-            slot, places, region + following, following < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
-        )
+        there = tl.cast(source, tl.int64) * EXTENTS.M + token
+        rows, weights = places_of(slot, places, there, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
         here = rows[0] >= 0
         for choice in tl.static_range(1, K):
             here = here | (rows[choice] >= 0)
@@ -166,19 +159,11 @@ def receive_sums(ctx, slot, y, places, out, bias, first, last, WEIGHTS: tl.const
     PEERS: tl.constexpr = min(EXTENTS.RANKS, 8)
     rank = ctx.cur_rank
     column = tl.arange(0, EXTENTS.ADDED)
-    own = tl.cast(rank, tl.int64) * EXTENTS.M
-    token = first + tl.arange(0, EXTENTS.SUMS)
-    next_rows, next_weights = places_of(slot, places, own + token, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-    next_choices = load_sent_choices(slot, own + token, token < last, EXTENTS)
     for some in range(first, last, EXTENTS.SUMS):
         token = some + tl.arange(0, EXTENTS.SUMS)
-        rows, weights, bits = next_rows, next_weights, owner_bits(next_choices, EXTENTS)
-        # The next token's are under way while this one's sums are added up.
-        following = token + EXTENTS.SUMS
-        next_rows, next_weights = places_of(
-            slot, places, own + following, following < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
-        )
-        next_choices = load_sent_choices(slot, own + following, following < last, EXTENTS)
+        own = tl.cast(rank, tl.int64) * EXTENTS.M + token
+        rows, weights = places_of(slot, places, own, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        bits = owner_bits(load_sent_choices(slot, own, token < last, EXTENTS), EXTENTS)
         found = load_rows(y, rows, column, EXTENTS)
         for start in range(0, EXTENTS.H, EXTENTS.ADDED):
             columns = start + column

@@ -91,14 +91,9 @@ def send(
     send_choices(ctx, slot, topk_ids, topk_weights, tokens=tokens, weighted=weighted, EXTENTS=EXTENTS)
     first, last = chunk_of(tokens, program, EXTENTS)
     if FORM.MOVES:
-        token = first + tl.arange(0, EXTENTS.STEP)
-        later = load_choices(topk_ids, token, token < last, EXTENTS)
         for step in range(steps_of(first, last, EXTENTS)):
             token = first + step * EXTENTS.STEP + tl.arange(0, EXTENTS.STEP)
-            bits = owner_bits(later, EXTENTS)
-            # The next step's are under way while rows are sent.
-            following = token + EXTENTS.STEP
-            later = load_choices(topk_ids, following, following < last, EXTENTS)
+            bits = owner_bits(load_choices(topk_ids, token, token < last, EXTENTS), EXTENTS)
             send_rows(ctx, slot, x, scales, token=token, bits=bits, FORM=FORM, EXTENTS=EXTENTS)
             # To this rank too, whose own rows are sent where they are divided.
             signal_all(ctx, slot.sent + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + step + 1)
@@ -189,8 +184,6 @@ def receive(
         start = tl.reshape(begin[None, :] + tl.cumsum(whole, axis=0) - whole + before, (STARTS,))
         first, last = chunk_of(most, program, EXTENTS)
         steps = steps_of(first, last, EXTENTS)
-        # Of each rank's ``sent``; those of the call before are below the first of this one.
-        seen = tl.zeros_like(ranks) + call * EXTENTS.STEPS
         for turn in range(steps * EXTENTS.W):
             source, first, last = turn_of(turn, tokens, rank, program, EXTENTS=EXTENTS)
             word = later
@@ -199,13 +192,10 @@ def receive(
             if first < last:
                 # Own rows have not gone anywhere, unless they were divided.
                 if FORM.MOVES & ((source != rank) | DIVIDED):
-                    value = call * EXTENTS.STEPS + turn // EXTENTS.W + 1
-                    # What has been seen of an earlier step may have said this one, too.
-                    if of_rank(seen, source, EXTENTS) - value < 0:
-                        begun = begin_wait(statistics)
-                        sent = ctx.wait(slot.sent + source * EXTENTS.PROGRAMS + program, value, cmp="reached")
-                        end_dispatch_wait(statistics, source, begun)
-                        seen = tl.where(ranks == source, sent, seen)
+                    flag = slot.sent + source * EXTENTS.PROGRAMS + program
+                    begun = begin_wait(statistics)
+                    ctx.wait(flag, call * EXTENTS.STEPS + turn // EXTENTS.W + 1, cmp="reached")
+                    end_dispatch_wait(statistics, source, begun)
                 place_step(
                     slot,
                     x,

@@ -69,13 +69,10 @@ def send_narrow(ctx, slot, x, scales, token, bits, FORM: tl.constexpr, EXTENTS: 
     goes = bits != 0
     if not BLOCKED:
         factor = row_factors(rows, goes, FORM, EXTENTS)
-    later = load_columns(rows, goes, column, EXTENTS.H, other=0)
     for begin in range(0, EXTENTS.H, BLOCK):
         columns, first = begin + column, begin // GROUP + group
         inside, counted = (columns < EXTENTS.H)[None, :], (first < FORM.SCALES)[None, :]
-        data = later.to(tl.float32)
-        # The next columns are under way while these are divided and sent.
-        later = load_columns(rows, goes, columns + BLOCK, EXTENTS.H, other=0)
+        data = load_columns(rows, goes, columns, EXTENTS.H, other=0).to(tl.float32)
         if BLOCKED:
             narrow, factors = divide_blocks(data, element, FORM)
         else:
@@ -144,12 +141,17 @@ def load_own_or_sent(own, sent, is_own, there, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def store_to_experts(to, rows, data, columns, WIDTH: tl.constexpr, K: tl.constexpr):
-    """Columns of tokens' rows of ``WIDTH`` to the ``rows`` of ``to``, a tuple with a block for each choice; -1 for
-    none."""
-    for choice in tl.static_range(K):
-        target = to + (tl.cast(rows[choice], tl.int64) * WIDTH)[:, None] + columns[None, :]
-        tl.store(target, data, mask=(rows[choice] >= 0)[:, None] & (columns < WIDTH)[None, :])
+def copy_to_experts(to, rows, own, sent, is_own, WIDTH: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr):
+    """Copy tokens' rows of ``WIDTH`` to ``rows`` of ``to``, a tuple with a block for each choice; -1 for none."""
+    there = rows[0] >= 0
+    for choice in tl.static_range(1, K):
+        there = there | (rows[choice] >= 0)
+    for begin in range(0, WIDTH, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        data = load_own_or_sent(own, sent, is_own, there, columns=columns, WIDTH=WIDTH)
+        for choice in tl.static_range(K):
+            target = to + (tl.cast(rows[choice], tl.int64) * WIDTH)[:, None] + columns[None, :]
+            tl.store(target, data, mask=(rows[choice] >= 0)[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
@@ -158,24 +160,18 @@ def copy_rows(slot, x, scales, layout, token, source, rank, copied, FORM: tl.con
     K: tl.constexpr = EXTENTS.K
     H: tl.constexpr = EXTENTS.H
     SCALES: tl.constexpr = FORM.SCALES
+    LANES: tl.constexpr = FORM.LANES
     STAY: tl.constexpr = FORM.QUANTIZE == NOT
     BLOCK: tl.constexpr = copied_columns(slot.rows.dtype.element_ty, EXTENTS)
     k = choices(EXTENTS)
-    at, own = tl.cast(source, tl.int64) * EXTENTS.M + token, tl.cast(token, tl.int64)
+    there, own = tl.cast(source, tl.int64) * EXTENTS.M + token, tl.cast(token, tl.int64)
     rows = ()
     for choice in tl.static_range(K):
         rows += (tl.max(tl.where((k == choice)[None, :], copied, -1), axis=1),)
-    there, is_own = tl.max(copied, axis=1) >= 0, source == rank
-    if SCALES > 0:
-        # Under way while rows are copied.
-        lane = tl.arange(0, FORM.LANES)
-        given = scales.given + own * SCALES if STAY else None
-        factors = load_own_or_sent(given, scales.sent + at * SCALES, is_own, there, columns=lane, WIDTH=SCALES)
     # Own rows have not gone anywhere, unless they were divided.
     own_row = x + own * H if STAY else None
-    for begin in range(0, H, BLOCK):
-        columns = begin + tl.arange(0, BLOCK)
-        data = load_own_or_sent(own_row, slot.rows + at * H, is_own, there, columns=columns, WIDTH=H)
-        store_to_experts(layout.rows, rows, data, columns=columns, WIDTH=H, K=K)
+    copy_to_experts(layout.rows, rows, own_row, slot.rows + there * H, is_own=source == rank, WIDTH=H, BLOCK=BLOCK, K=K)
     if SCALES > 0:
-        store_to_experts(scales.placed, rows, factors, columns=lane, WIDTH=SCALES, K=K)
+        given = scales.given + own * SCALES if STAY else None
+        sent = scales.sent + there * SCALES
+        copy_to_experts(scales.placed, rows, given, sent, is_own=source == rank, WIDTH=SCALES, BLOCK=LANES, K=K)
