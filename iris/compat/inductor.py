@@ -49,7 +49,8 @@ def graph_pass(change: Callable[[Graph], None], identity: str, earlier: Any = No
 def add_graph_pass(change: Callable[[Graph], None], identity: str) -> None:
     """Let ``change`` see each graph that Inductor compiles from now on, of both directions, behind other passes."""
     earlier = required("torch._inductor.config:post_grad_custom_pre_pass", _FUSES)
-    import_module("torch._inductor.config").post_grad_custom_pre_pass = graph_pass(change, identity, earlier)
+    config: Any = import_module("torch._inductor.config")
+    config.post_grad_custom_pre_pass = graph_pass(change, identity, earlier)
 
 
 def value_of(node: Node) -> torch.Tensor:
