@@ -24,7 +24,7 @@ def pipelined(ctx, dim):
     group, W, me = dist.group.WORLD, ctx.num_ranks, ctx.cur_rank
 
     def mlp(x, up, down):
-        rows = funcol.all_gather_tensor(x, dim, group)
+        rows = funcol.all_gather_tensor_autograd(x, dim, group)
         return funcol.reduce_scatter_tensor(torch.relu(rows @ up) @ down, "sum", dim, group)
 
     generator = torch.Generator().manual_seed(3)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from inductor.searched import FusionReport, compiled, expect
 from iris.inductor import all_gather, compile_options, fusion_report, reduce_scatter
 
+# Gathers are those with gradients here: torch 2.11 does not trace `all_gather_tensor`.
 K, N = 16, 24
 GATHER, SCATTER = "all_gather + product", "product + reduce_scatter"
 # Shapes of this rank's rows, and the dimension that is gathered, or scattered.
@@ -52,7 +53,7 @@ def gather(ctx, shape, dim, dtype, biased):
     report, me = FusionReport(), ctx.cur_rank
 
     def function(x, weight, bias):
-        return torch.relu(F.linear(funcol.all_gather_tensor(x, dim, GROUP[0]), weight, bias))
+        return torch.relu(F.linear(funcol.all_gather_tensor_autograd(x, dim, GROUP[0]), weight, bias))
 
     run = compiled(function, report)
     weight, bias = random(ctx, (N, K), dtype, 1)[me], random(ctx, (N,), dtype, 2)[me] if biased else None
@@ -127,7 +128,7 @@ def several(ctx, dim, first):
     shape = (2, 4, K)
 
     def function(x, large, small, bias):
-        rows = funcol.all_gather_tensor(x, dim, GROUP[0])
+        rows = funcol.all_gather_tensor_autograd(x, dim, GROUP[0])
         # What is used of the rows before the product comes behind it.
         early = rows.amax(-1) if first else None
         one = F.linear(rows, small)
@@ -241,7 +242,7 @@ def test_a_block_of_a_transformer_is_trained(ranks):
 
 
 def rows_of(x, dim=0):
-    return funcol.all_gather_tensor(x, dim, GROUP[0])
+    return funcol.all_gather_tensor_autograd(x, dim, GROUP[0])
 
 
 def scattered(x, op="sum", dim=0):
