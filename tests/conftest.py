@@ -4,7 +4,6 @@ import signal
 import sys
 from pathlib import Path
 
-import fork_server
 import pytest
 from covering import EVERYTHING, UNDER_TORCHRUN, few_that_show_all
 from preloaded import python
@@ -27,17 +26,6 @@ def pytest_sessionstart():
 def pytest_collection_finish():
     # Collections, of which some tests and pytest at its end ask for several, need not go through torch's modules.
     gc.freeze()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session):
-    takes_ranks = any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
-    if takes_ranks and not (UNDER_TORCHRUN or session.config.option.collectonly):
-        # What ranks print is captured as a test's own output is.
-        capture = session.config.pluginmanager.getplugin("capturemanager")
-        capture.resume_global_capture()
-        fork_server.start()
-        capture.suspend_global_capture()
 
 
 def import_path(*folders):

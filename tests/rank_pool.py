@@ -15,6 +15,7 @@ import sys
 import tempfile
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from typing import NamedTuple
 # wait for each other, and a small product takes many times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import modules_of_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -174,7 +176,11 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # which `fork_server` has started
+        context = multiprocessing.get_context("forkserver")
+        # What each rank would else import for itself; the second is for torch.testing, the third for modules of tests.
+        context.set_forkserver_preload(["iris", "torch.distributed.tensor", "pytest", "tests.modules_of_ranks"])
+        with modules_of_ranks.handed_over():
+            forkserver.ensure_running()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.num_ranks):
             pipe, child = context.Pipe()
