@@ -24,13 +24,14 @@ RESHAPES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.o
 _FUSES = "fuse operations in graphs of torch.compile"
 
 
-def graph_pass(change: Callable[[Graph], None], identity: str, earlier: Any = None) -> Any:
-    """A pass by which ``change`` sees graphs, behind the ``earlier`` ones: what Inductor's settings of passes hold.
+def graph_pass(change: Callable[[Graph], None], identity: str) -> Any:
+    """A pass by which ``change`` sees graphs of both directions, behind the passes that are set by now.
 
     ``identity`` goes into the keys of Inductor's cache: another one, another graph.
     """
     kind = required("torch._inductor.custom_graph_pass:CustomGraphPass", _FUSES)
-    before = [] if earlier is None else list(earlier) if isinstance(earlier, (list, tuple)) else [earlier]
+    there = required("torch._inductor.config:post_grad_custom_pre_pass", _FUSES)
+    before = [] if there is None else list(there) if isinstance(there, (list, tuple)) else [there]
 
     class Pass(kind):  # type: ignore[misc, valid-type]
         def __call__(self, graph: Graph) -> None:
@@ -47,10 +48,10 @@ def graph_pass(change: Callable[[Graph], None], identity: str, earlier: Any = No
 
 
 def add_graph_pass(change: Callable[[Graph], None], identity: str) -> None:
-    """Let ``change`` see each graph that Inductor compiles from now on, of both directions, behind other passes."""
-    earlier = required("torch._inductor.config:post_grad_custom_pre_pass", _FUSES)
+    """Let ``change`` see each graph that Inductor compiles from now on, as `graph_pass` does."""
+    made = graph_pass(change, identity)
     config: Any = import_module("torch._inductor.config")
-    config.post_grad_custom_pre_pass = graph_pass(change, identity, earlier)
+    config.post_grad_custom_pre_pass = made
 
 
 def value_of(node: Node) -> torch.Tensor:

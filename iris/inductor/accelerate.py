@@ -7,7 +7,8 @@ from torch.library import Library
 
 from iris.compat.inductor import add_graph_pass
 from iris.compat.inductor import graph_pass as inductor_pass
-from iris.inductor import graph_pass, groups, symm_mem  # noqa: F401 (makes the contexts of groups)
+from iris.distributed import contexts  # noqa: F401 (makes those of the groups that graphs name)
+from iris.inductor import graph_pass, symm_mem
 from iris.inductor.report import FusionReport
 
 Model = TypeVar("Model", bound=torch.nn.Module | None)
@@ -27,11 +28,13 @@ def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
 
     All ranks call it, since they have to compile the same graphs. When an operator first runs, the ranks of its group
     meet on the host: run a model once before you capture it in a CUDA graph by hand, or `FirstUseInCaptureError` is
-    raised. Sums are formed in float32 and rounded once, so results differ by rounding from those of other back ends.
+    raised. The caller guarantees that weights are split evenly, so that all ranks have as many rows and columns, as the
+    operations of `ctx.ops` ask for. Sums are formed in float32 and rounded once, so results differ by rounding from
+    those of other back ends.
     """
     if not _on:
-        add_graph_pass(graph_pass.search, graph_pass.IDENTITY)
         _on.extend(symm_mem.put_in_place())
+        add_graph_pass(graph_pass.search, graph_pass.IDENTITY)
     if model is not None:
         model.compile()
     return model
@@ -40,9 +43,10 @@ def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
 def compile_options() -> dict[str, Any]:
     """``options`` of torch.compile with which this one function or model is searched, whatever else is compiled. Local.
 
-    As `accelerate` does otherwise, but for torch's own fused operators.
+    As `accelerate` does otherwise, but for torch's own fused operators. Passes over graphs that Inductor has by now run
+    before.
     """
-    return {"post_grad_custom_pre_pass": inductor_pass(graph_pass.search, graph_pass.IDENTITY)}
+    return {} if _on else {"post_grad_custom_pre_pass": inductor_pass(graph_pass.search, graph_pass.IDENTITY)}
 
 
 def fusion_report() -> FusionReport:

@@ -81,7 +81,7 @@ def _products(rows: Node, how: Blocks | None) -> list[Product]:
         if calls(user, aten.mm.default) and arguments(user)[0] is rows:
             found.append(Product(user, arguments(user)[1], None, how))
         elif calls(user, aten.addmm.default) and arguments(user)[1] is rows and not user.kwargs:
-            if value_of(arguments(user)[0]).dim() == 1:
+            if value_of(arguments(user)[0]).shape == value_of(user).shape[1:]:
                 found.append(Product(user, arguments(user)[2], arguments(user)[0], how))
     return found
 

@@ -26,6 +26,11 @@ def calls(node: Any, targets: Any) -> TypeGuard[Node]:
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
 
 
+def is_tensor(node: Any) -> TypeGuard[Node]:
+    """Whether this is a node whose result is a tensor, and not an extent of one."""
+    return isinstance(node, Node) and isinstance(value_of(node), torch.Tensor)
+
+
 def reshaped_rows(node: Any) -> TypeGuard[Node]:
     """Whether this is a reshape that leaves rows, which lie along the last dimension, as they are."""
     return calls(node, RESHAPES) and value_of(node).shape[-1:] == value_of(arguments(node)[0]).shape[-1:]

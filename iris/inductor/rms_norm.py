@@ -19,6 +19,7 @@ from iris.inductor.nodes import (
     arguments,
     aten,
     calls,
+    is_tensor,
     only_user,
     place_of,
     reshaped_rows,
@@ -28,6 +29,7 @@ from iris.inductor.nodes import (
 from iris.inductor.operators import all_reduce_add_rms_norm
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.ops.call import WIDE
+from iris.ops.normalisation import MOST_COLUMNS
 
 PATTERN, WITH_RESIDUAL = "all_reduce + RMSNorm", "all_reduce + residual + RMSNorm"
 
@@ -83,7 +85,7 @@ def _sum(all_reduce: Node) -> Sum | None:
     add = only_user(added)
     if calls(add, aten.add.Tensor) and not add.kwargs:
         other = add.args[0] if add.args[1] is added else add.args[1]
-        if other is not added and isinstance(other, Node) and value_of(other).shape == value_of(added).shape:
+        if other is not added and is_tensor(other) and value_of(other).shape == value_of(added).shape:
             return Sum(all_reduce, wait, added, other, add)
     return Sum(all_reduce, wait, added, None, added)
 
@@ -91,6 +93,8 @@ def _sum(all_reduce: Node) -> Sum | None:
 def _norm(x: Node) -> Norm | None:
     """The norm of ``x``, if there is one."""
     for wide in (x, *users(x, CONVERSIONS)):
+        if value_of(wide).dtype not in (torch.float32, value_of(x).dtype):
+            continue
         for square in users(wide, (aten.pow.Tensor_Scalar, aten.mul.Tensor)):
             for mean in users(square, aten.mean.dim):
                 if square.args in ((wide, 2), (wide, wide)) and _is_of_rows(mean):
@@ -101,7 +105,7 @@ def _norm(x: Node) -> Norm | None:
 def _is_of_rows(mean: Node) -> bool:
     """Whether the mean is along the last dimension, which it keeps."""
     _, dims, *keepdim = arguments(mean)
-    return keepdim == [True] and list(dims) in ([-1], [value_of(mean).dim() - 1])
+    return not mean.kwargs and keepdim == [True] and list(dims) in ([-1], [value_of(mean).dim() - 1])
 
 
 def _norm_by(wide: Node, mean: Node) -> Norm | None:
@@ -109,7 +113,7 @@ def _norm_by(wide: Node, mean: Node) -> Norm | None:
     for add in users(mean, (aten.add.Tensor, aten.add.Scalar)):
         for root in users(add, aten.rsqrt.default):
             for normalised in users(root, aten.mul.Tensor):
-                if set(normalised.args) == {wide, root} and isinstance(add.args[1], float):
+                if set(normalised.args) == {wide, root} and isinstance(add.args[1], float) and not add.kwargs:
                     return _weighted(normalised, add.args[1])
     return None
 
@@ -119,7 +123,7 @@ def _weighted(normalised: Node, eps: float) -> Norm | None:
     for each in (normalised, *users(normalised, CONVERSIONS)):
         for product in users(each, aten.mul.Tensor):
             weight = product.args[0] if product.args[1] is each else product.args[1]
-            if isinstance(weight, Node) and value_of(weight).shape == value_of(product).shape[-1:]:
+            if is_tensor(weight) and value_of(weight).shape == value_of(product).shape[-1:]:
                 converted = only_user(product)
                 return Norm(weight, eps, converted if calls(converted, CONVERSIONS) else product)
     return None
@@ -136,6 +140,9 @@ def _kept(total: Sum, norm: Norm) -> str | None:
         return f"there is a tensor of {others[0]}"
     if value_of(total.x).device.type != DEVICE:
         return f"it is computed on {value_of(total.x).device}"
+    columns = value_of(norm.weight).shape[0]
+    if not isinstance(columns, int) or columns > MOST_COLUMNS:
+        return f"a row has {columns} elements, and {MOST_COLUMNS} is the most"
     if total.x in ancestors(norm.weight, total.x):
         return "the weight of the norm depends on the sum"
     if total.residual is None:

@@ -19,8 +19,8 @@ from iris import simulator
 from iris.compat.c10d import group_named
 from iris.compat.fused_symm_mem import by_torch, dtypes_of, replace
 from iris.compat.scaled_mm import scaled_mm
+from iris.distributed.contexts import context_of
 from iris.distributed.group import ProcessGroupBase
-from iris.inductor.groups import context_of
 from iris.ops.call import NARROW, WIDE
 
 

@@ -8,6 +8,9 @@ from torch.nn import functional as F
 
 from inductor.megatron import Sum
 from inductor.searched import FusionReport, compiled, expect
+from iris.compat.inductor import c10d
+from iris.inductor import nodes, rms_norm
+from iris.ops.normalisation import MOST_COLUMNS
 
 ROWS, H, EPS = (2, 3), 32, 1e-5
 
@@ -130,3 +133,63 @@ def compare_gradients(ctx, norm):
 @pytest.mark.parametrize("norm", NORMS)
 def test_gradients_are_those_without_the_operator(ranks, norm):
     ranks.run(compare_gradients, norm)
+
+
+def weighted(total, weight, mean, eps):
+    wide = total.float()
+    return (wide * torch.rsqrt(mean(wide.square()) + eps) * weight).to(total.dtype)
+
+
+def of_columns(total, weight):
+    return weighted(total, weight, lambda squares: squares.mean(-2, keepdim=True), EPS)
+
+
+def of_another_eps(total, weight):
+    return weighted(total, weight, lambda squares: torch.add(squares.mean(-1, keepdim=True), EPS, alpha=2), 0)
+
+
+def used_besides(total, weight):
+    return of_torch(total, weight) + total
+
+
+def without_weight(total, weight):
+    return F.rms_norm(total, (H,), None, EPS)
+
+
+def with_an_extent(total, weight):
+    return of_torch(total, weight) * total.shape[1]
+
+
+def behind_an_extent(total, weight):
+    return of_torch(total + total.shape[1], weight)
+
+
+STAYS = [of_columns, of_another_eps, used_besides, without_weight, behind_an_extent]
+
+
+def compare_others(ctx, function):
+    group, report = dist.new_group(backend="cuda:iris"), FusionReport()
+
+    def layer(part, weight):
+        return function(funcol.all_reduce(part, "sum", group), weight)
+
+    parts, _, weight = values(ctx, torch.float32, 7)
+    with torch.no_grad():
+        result = compiled(layer, report, dynamic=True)(parts[ctx.cur_rank], weight)
+        torch.testing.assert_close(result, layer(parts[ctx.cur_rank], weight), rtol=1e-4, atol=1e-5)
+    assert report.fused("all_reduce + RMSNorm") == (function not in STAYS), str(report)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("function", [*STAYS, with_an_extent])
+def test_what_is_no_such_norm_stays(ranks, function):
+    ranks.run(compare_others, function)
+
+
+def test_a_row_that_no_kernel_holds_stays():
+    graph = torch.fx.Graph()
+    part, weight = graph.placeholder("part"), graph.placeholder("weight")
+    wide = [torch.empty(2, MOST_COLUMNS + 1, device=nodes.DEVICE), torch.empty(MOST_COLUMNS + 1, device="meta")]
+    part.meta["val"], weight.meta["val"] = wide
+    total = rms_norm.Sum(graph.call_function(c10d.all_reduce.default, (part, "sum", "0")), part, part, None, part)
+    assert f"{MOST_COLUMNS} is the most" in rms_norm._kept(total, rms_norm.Norm(weight, EPS, part))

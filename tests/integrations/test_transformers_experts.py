@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from integrations.models import EACH, MOST, H, Meshes, experts_of, inputs, near, registered, share_out
+from iris.distributed.contexts import context_of
 from iris.errors import InvalidExpertsError, InvalidGroupError
 from iris.integrations.transformers import register
-from iris.integrations.transformers.groups import context_of
 from iris.integrations.transformers.usual_form import has_usual_form
 
 ROUNDS = 3

@@ -20,9 +20,10 @@ import torch
 from transformers.distributed.expert_parallel import EPImplementation
 
 from iris.context import Iris
+from iris.distributed.contexts import context_of
 from iris.errors import InvalidExpertsError, InvalidGroupError
 from iris.experts import ExpertParallel, ExpertsConfig, functional
-from iris.integrations.transformers.groups import Ranks, context_of
+from iris.integrations.transformers.groups import Ranks
 from iris.integrations.transformers.shared_batch import gather_shares, share_size, take_share
 from iris.integrations.transformers.usual_form import has_grouped_products, has_usual_form, products
 from iris.operators.graph_break import breaks_graph
