@@ -1,5 +1,6 @@
 """What was fused in the graphs that were compiled, and what was found and left as it was, with the reason."""
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-TORCH = str(Path(torch.__file__).parent)
+# With the separator behind it, since other packages' names begin so, too.
+TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 class Fusion(NamedTuple):
