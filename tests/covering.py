@@ -12,11 +12,18 @@ import heapq
 import itertools
 import os
 
+import pytest
+
 EVERYTHING = os.environ.get("IRIS_TEST_ALL") == "1"
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 # Values that meet in a sample.
 TOGETHER = 2 if EVERYTHING or UNDER_TORCHRUN else 1
 RANKS = (1, 2, 3, 4, 5, 8)
+
+
+def thorough(*values, **more):
+    """A case of `pytest.mark.parametrize` that the sample leaves to ``IRIS_TEST_ALL=1`` and to GPUs."""
+    return pytest.param(*values, marks=pytest.mark.thorough, **more)
 
 
 def covering(*axes, ranks=None, where=None):

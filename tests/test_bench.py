@@ -190,6 +190,7 @@ def tuned(ctx):
 
 
 # Three ranks share no size in KiB.
+@pytest.mark.thorough
 @pytest.mark.ranks(3)
 def test_a_table_is_measured_and_carries_every_call(ranks):
     first, *others = ranks.run(tuned)

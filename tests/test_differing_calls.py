@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from conftest import TESTS, UNDER_TORCHRUN, import_path
+from covering import thorough
 from preloaded import LIMIT_S, python
 
 import iris
@@ -77,7 +78,7 @@ def test_each_rank_says_at_once_which_calls_differ_and_ends_with_the_error():
     assert seconds < OVER_S
 
 
-@pytest.mark.parametrize("choice", ["abort", "report"])
+@pytest.mark.parametrize("choice", ["abort", thorough("report")])
 def test_a_process_goes_on_that_closes_the_rail_or_wants_to(choice):
     results, _ = run("close", IRIS_PEER_LOST=choice)
     for status, out, error in results:

@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from conftest import UNDER_TORCHRUN, import_path
+from covering import thorough
 from preloaded import LIMIT_S, python
 
 from iris.errors import GroupAbortedError, MismatchedCollectiveError
@@ -339,7 +340,7 @@ subprocess.Popen(["sh", "-c", f"sleep 3; kill -9 {server.pid}"], stdout=subproce
 """
 
 
-@pytest.mark.parametrize("server", ["there", "stopped"])
+@pytest.mark.parametrize("server", ["there", thorough("stopped")])
 def test_a_process_ends_well_while_the_thread_looks(tmp_path, server):
     program = tmp_path / "ending.py"
     program.write_text(textwrap.dedent(ENDING))

@@ -54,6 +54,7 @@ def exchange_in_a_group(ctx, members):
     ctx.barrier()
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(Hosts(2, 2, dealt=True), Hosts(2, 3))
 def test_a_group_over_hosts_has_counts_of_its_members(ranks):
     hosts = ranks.hosts

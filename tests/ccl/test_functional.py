@@ -73,6 +73,7 @@ def of_some(ctx):
         compare(ctx, group, members, None)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"] if EVERYTHING else ["aot_eager"])
 def test_compiled_results_and_gradients(ranks, compiler):
     ranks.run(of_all, compiler)

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from covering import EVERYTHING
+from covering import thorough
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -105,7 +105,7 @@ def calls(ctx, regions):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("regions", [1, 3])
+@pytest.mark.parametrize("regions", [thorough(1), 3])
 def test_what_a_group_has_made_needs_no_staging(ranks, regions):
     ranks.run(calls, regions)
 
@@ -228,13 +228,14 @@ def ctx_group(ctx):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("factor", [None, 3.0])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factor", [thorough(None), 3.0])
+@pytest.mark.parametrize("dtype", [thorough(None), torch.bfloat16], ids=str)
 def test_fully_sharded_training_is_that_of_one_process(ranks, factor, dtype):
     ranks.run(fsdp, None, factor, dtype)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(4, exactly=True)
-@pytest.mark.parametrize("factor", [None, 3.0] if EVERYTHING else [None])
+@pytest.mark.parametrize("factor", [None, 3.0])
 def test_hybrid_sharding_is_that_of_one_process(ranks, factor):
     ranks.run(fsdp, (2, 2), factor, None)

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from covering import UNDER_TORCHRUN
+from covering import UNDER_TORCHRUN, thorough
 from hesitation import hesitant
 
 from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, chosen, mainly, perform
@@ -246,7 +246,7 @@ def near_the_wrap(ctx, bits, rounds):
 
 
 @mainly(2)
-@pytest.mark.parametrize("bits", [16, 31, 32])
+@pytest.mark.parametrize("bits", [thorough(16), thorough(31), 32])
 def test_counts_that_come_round(ranks, bits):
     """After so many calls or blocks that 16, 31 or 32 bits count; the test sets the counts to just before."""
     ranks.run(near_the_wrap, bits, 400 // ranks.num_ranks if EVERYTHING else 20)

@@ -28,33 +28,34 @@ OLDEST = triton.__version__.startswith("3.6.")
 def targets_by_turns(number):
     """The targets of the kernel of this number: all of them in `make test-all`.
 
-    Otherwise NVIDIA's, for every second kernel by the oldest Triton, while the newest compiles that for one of AMD's.
+    Otherwise one: sm_90 for every second kernel, by turns one of AMD's for half of the others, by the newest Triton;
+    and sm_90 by the oldest for the rest.
     """
     if EVERYTHING:
         return list(TARGETS)
     if OLDEST:
-        return [] if number % 2 else ["sm_90"]
-    return ["sm_90"] if number % 2 else [("gfx942", "gfx950")[number // 2 % 2]]
+        return ["sm_90"] if number % 4 == 2 else []
+    return (["gfx942"], ["sm_90"], [], ["sm_90"], ["gfx950"], ["sm_90"], [], ["sm_90"])[number % 8]
 
 
 def by_turns(cases):
-    """Every second of them by the oldest Triton, and the others by the newest; all of them in `make test-all`."""
-    return cases if EVERYTHING else cases[0 if OLDEST else 1 :: 2]
+    """Every fourth of them by the oldest Triton, and as many by the newest; all of them in `make test-all`."""
+    return cases if EVERYTHING else cases[0 if OLDEST else 1 :: 4]
 
 
 def one_of_each(targets, cases):
     """(target, case): each with each in `make test-all`.
 
-    Otherwise each case once: every second by the newest Triton for sm_90, and of the others by turns one by the newest
-    for one of AMD's targets, and one by the oldest for sm_90.
+    Otherwise half of the cases: every fourth by the newest Triton for sm_90, and of the others by turns one by the
+    newest for one of AMD's targets, and one by the oldest for sm_90.
     """
     if EVERYTHING:
         return [*itertools.product(targets, cases)]
     if OLDEST:
-        return [("sm_90", case) for case in cases[3::4]]
+        return [("sm_90", case) for case in cases[6::8]]
     amd = [target for target in targets if target.startswith("gfx")]
-    by_amd = zip(itertools.cycle(amd), cases[1::4], strict=False)
-    return [*(("sm_90", case) for case in cases[::2]), *by_amd]
+    by_amd = zip(itertools.cycle(amd), cases[1::8], strict=False)
+    return [*(("sm_90", case) for case in cases[::4]), *by_amd]
 
 
 class OfflineDriver(DriverBase):

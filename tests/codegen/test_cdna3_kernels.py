@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from covering import covering
+from covering import EVERYTHING, covering
 
-from codegen.offline import compile_for
+from codegen.offline import by_turns, compile_for
 from iris.ops.cdna3.all_gather_matmul import cdna3_all_gather_matmul
 from iris.ops.cdna3.arguments import SHARED_MEMORY
 from iris.ops.cdna3.matmul_all_gather import cdna3_matmul_all_gather
@@ -63,7 +63,7 @@ def loop(text):
 CASES = covering(NAMES, TILES, ["gfx942", "gfx950"], [torch.bfloat16, torch.float16], LINES)
 
 
-@pytest.mark.parametrize(("name", "tile", "target", "dtype", "by_lines"), CASES)
+@pytest.mark.parametrize(("name", "tile", "target", "dtype", "by_lines"), CASES if EVERYTHING else CASES[::2])
 def test_fused_operations(name, tile, target, dtype, by_lines):
     code = compiled(target, name, tile, dtype, *by_lines)
     assert code.shared <= SHARED_MEMORY
@@ -90,7 +90,7 @@ def test_one_row_for_each_rank():
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_turns(NAMES))
 def test_releases_come_behind_a_barrier(target, name):
     code = compiled(target, name, (256, 64, 64), torch.bfloat16, True, True)
     lines = code.ttgir.splitlines()

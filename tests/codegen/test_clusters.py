@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from codegen.offline import compile_for
+from codegen.offline import by_turns, compile_for
 from codegen.test_every_kernel import arguments_of
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, two_shot_rms_norm
 
@@ -24,7 +24,7 @@ def of_bf16(pieces):
     return one_shot_rms_norm, arguments(one_shot_rms_norm, pieces, slots=slots, BY_ROW=False, **tensors)
 
 
-@pytest.mark.parametrize(("pieces", "warps", "by_row"), CASES)
+@pytest.mark.parametrize(("pieces", "warps", "by_row"), by_turns(CASES))
 @pytest.mark.parametrize("kernel", KERNELS, ids=["one shot", "two shot"])
 def test_programs_of_a_row_meet_once_in_shared_memory(kernel, pieces, warps, by_row):
     nbytes = 4 * (1 + by_row) * warps * pieces

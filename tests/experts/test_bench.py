@@ -30,6 +30,7 @@ def measured(ctx, wrong):
     return list(experts.measure(ctx, SHAPES, experts.LAYOUTS, [0, 2], experts.LIBRARIES, torch.bfloat16))
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(*((2, 3) if EVERYTHING else (2,)))
 def test_what_is_measured(ranks):
     rows, *others = ranks.run(measured, False)

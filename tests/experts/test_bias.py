@@ -80,7 +80,7 @@ def test_it_is_rounded_once(ranks, low_latency):
 def refused(ctx, low_latency):
     layer = Layer(ctx.num_ranks, F32, ctx.device)
     ep = experts(ctx, layer, low_latency=low_latency)
-    x, ids, _ = layer.inputs("random", 0, ctx.cur_rank)
+    x, ids, _ = layer.inputs("random", 0, 0)  # whose sizes the errors name
     received = ep.dispatch(x, ids)
     memory = torch.zeros(x.numel() + 4, device=ctx.device)
     out, across = memory[: x.numel()].view(x.shape), memory[4:].view(x.shape)
@@ -100,7 +100,7 @@ def refused(ctx, low_latency):
     done_with(ctx, ep)
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(1, 2)
 @both_forms
 def test_what_cannot_be_added_is_refused(ranks, low_latency):
     ranks.run(refused, low_latency)

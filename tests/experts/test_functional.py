@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from covering import EVERYTHING
+from covering import EVERYTHING, thorough
 
 from experts.layers import ROUTINGS, K, Layer, M, both_forms, done_with, experts
 from iris.errors import InvalidExpertsError
@@ -82,7 +82,12 @@ def differentiate(ctx, low_latency, layout, weighted, compiled):
 @pytest.mark.ranks(*((1, 2, 3) if EVERYTHING else (2,)))
 @pytest.mark.parametrize(
     ("layout", "weighted", "compiled"),
-    [("compact", True, False), ("expanded", True, False), ("compact", False, False), ("compact", True, True)],
+    [
+        ("compact", True, False),
+        thorough("expanded", True, False),
+        ("compact", False, False),
+        thorough("compact", True, True),
+    ],
 )
 @both_forms
 def test_results_and_gradients(ranks, low_latency, layout, weighted, compiled):

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from covering import thorough
 from ops import test_experts_mlp
 from rank_pool import FEWER_HOSTS, HOSTS, Hosts
 
@@ -51,12 +52,8 @@ def over_hosts(ctx, hosts, worker, *given):
         worker(ctx, *given)
 
 
-def thorough(*values):
-    return [pytest.param(value, marks=pytest.mark.thorough) for value in values]
-
-
 @pytest.mark.ranks(*HOSTS)
-@pytest.mark.parametrize("routing", [*ROUTINGS[::2], *thorough(*ROUTINGS[1::2])])
+@pytest.mark.parametrize("routing", [*ROUTINGS[::2], *map(thorough, ROUTINGS[1::2])])
 @pytest.mark.parametrize("weighting", WEIGHTS)
 @pytest.mark.parametrize("layout", ["expanded", "compact"])
 @pytest.mark.parametrize(("dtype", "ids"), [(F32, torch.int64), (BF16, torch.int32)])
@@ -83,18 +80,11 @@ ALIKE = {
     "padding": (test_padding.padded, "compact", BF16, "fp8_block128", 272),
 }
 
-SAMPLE = (
-    "factors given",
-    "number on the device, in halves",
-    "options together",
-    "micro-batches",
-    "gradients",
-    "rounds",
-)
+SAMPLE = "options together", "rounds"
 
 
 @pytest.mark.ranks(*FEWER_HOSTS)
-@pytest.mark.parametrize("what", [*SAMPLE, *thorough(*(each for each in ALIKE if each not in SAMPLE))])
+@pytest.mark.parametrize("what", [each if each in SAMPLE else thorough(each) for each in ALIKE])
 @both_forms
 def test_what_one_host_has(ranks, low_latency, what):
     worker, *given = ALIKE[what]

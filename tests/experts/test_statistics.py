@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from covering import thorough
 
 from experts.layers import E_EACH, WEIGHTS, Layer, both_forms, done_with, experts
 from iris.errors import HeapClosedError, InvalidConfigError, InvalidExpertsError
@@ -88,7 +89,7 @@ def waited(ctx, low_latency, late):
 @pytest.mark.skipif(debugging(), reason="calls meet on the host, so that kernels wait for nobody")
 @pytest.mark.ranks(2, 3)
 @both_forms
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, thorough(1)])
 def test_waits(ranks, low_latency, late):
     ranks.run(waited, low_latency, late)
 

@@ -73,6 +73,7 @@ def compare_backends(ctx, backend, graphs):
     compare(ctx, dist.new_group(backend=backend), (3,) * 5, **{"triton.cudagraphs": graphs})
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("graphs", [False, True], ids=["called", "in graphs"])
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.thorough), "cuda:iris"])

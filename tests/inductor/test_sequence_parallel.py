@@ -338,6 +338,7 @@ def unknown_sizes(ctx):
             expect(report, {}, "extents of several dimensions", "extents of several dimensions")
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2)
 def test_numbers_of_rows_that_are_not_known(ranks):
     run_with_group(ranks, unknown_sizes)

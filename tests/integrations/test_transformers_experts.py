@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from covering import thorough
 from torch.distributed.device_mesh import DeviceMesh
 
 from integrations.models import EACH, MOST, H, Meshes, experts_of, inputs, near, registered, share_out
@@ -63,10 +64,6 @@ def layer(ctx, kind, batch, backend, trained, compiled, dtype):
                 near(parameter.grad.to_local(), experts.get_parameter(name).grad[first : first + EACH], dtype)
 
 
-def thorough(*values):
-    return pytest.param(*values, marks=pytest.mark.thorough)
-
-
 F32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -74,7 +71,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     ("kind", "batch", "backend", "trained", "compiled", "dtype"),
     [
-        ("usual", "shared", "iris", False, False, F32),
+        thorough("usual", "shared", "iris", False, False, F32),
         ("usual", "different", None, True, False, BF16),
         thorough("unusual", "different", None, True, False, F32),
         thorough("usual", "shared", None, True, True, F32),

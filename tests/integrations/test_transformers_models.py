@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import thorough
 from torch.distributed.device_mesh import DeviceMesh
 
 from integrations.models import (
@@ -63,12 +64,12 @@ def compare(ctx, name, way):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        ("mixtral", "tensor parallel, experts"),
-        pytest.param("llama", "tensor parallel", marks=pytest.mark.thorough),
-        pytest.param("qwen3_moe", "tensor parallel", marks=pytest.mark.thorough),
-        pytest.param("mixtral", "experts", marks=pytest.mark.thorough),
-        pytest.param("qwen3_moe", "tensor parallel, experts", marks=pytest.mark.thorough),
-        pytest.param("qwen3_moe", "data parallel, experts", marks=pytest.mark.thorough),
+        thorough("mixtral", "tensor parallel, experts"),
+        thorough("llama", "tensor parallel"),
+        thorough("qwen3_moe", "tensor parallel"),
+        thorough("mixtral", "experts"),
+        thorough("qwen3_moe", "tensor parallel, experts"),
+        thorough("qwen3_moe", "data parallel, experts"),
     ],
 )
 def test_as_by_one_process(ranks, name, way):

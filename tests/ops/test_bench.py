@@ -43,6 +43,7 @@ def of_fp8(ctx):
     return list(operations.measure(ctx, list(operations.PRODUCTS), [shape], libraries, torch.float8_e4m3fn))
 
 
+@pytest.mark.thorough
 def test_products_of_fp8(ranks):
     rows, *_ = ranks.run(of_fp8)
     assert not [row for row in rows if row.reason] and all(row.microseconds > 0 for row in rows)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from covering import EVERYTHING
+from covering import EVERYTHING, thorough
 from experts.layers import done_with
 
 from iris.experts import ExpertsConfig
@@ -104,6 +104,6 @@ def rounds(ctx, weighted):
 
 
 @pytest.mark.ranks(*((1, 2, 3) if EVERYTHING else (2,)))
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("weighted", [True, thorough(False)])
 def test_rounds(ranks, weighted):
     ranks.run(rounds, weighted)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from covering import EVERYTHING
+from covering import EVERYTHING, thorough
 from experts.layers import ROUTINGS, Layer, done_with, experts
 
 from iris.errors import InvalidExpertsError
@@ -82,7 +82,7 @@ def differentiate(ctx, routings, dtype, inner, activation, weighted, compiled):
 @pytest.mark.parametrize(
     ("dtype", "inner", "activation", "weighted", "compiled"),
     [
-        (F32, 40, "silu_and_mul", True, True),
+        thorough(F32, 40, "silu_and_mul", True, True),
         (BF16, 40, "silu_and_mul", True, False),
         # Rows that are no multiple of 16 bytes.
         (F32, 37, None, False, False),

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from covering import EVERYTHING, sample
-from rank_pool import HOSTS
+from covering import EVERYTHING, sample, thorough
+from rank_pool import FEWER_HOSTS
 
 from iris.ccl.functional import name_of
 from iris.errors import InvalidCollectiveError
@@ -94,8 +94,8 @@ def over_hosts(ctx, way):
         torch.testing.assert_close(out, torch.cat(a) @ b)
 
 
-@pytest.mark.ranks(*HOSTS)
-@pytest.mark.parametrize("way", ["chosen", "fused"])
+@pytest.mark.ranks(*FEWER_HOSTS)
+@pytest.mark.parametrize("way", [thorough("chosen"), "fused"])
 def test_over_hosts(ranks, way):
     ranks.run(over_hosts, way)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from covering import sample
+from covering import sample, thorough
 
 from iris.errors import InvalidConfigError
 from iris.ops import FusedConfig, grouped_mm
@@ -40,14 +40,14 @@ WIDE = sample(
 )
 
 
-@pytest.mark.parametrize("layout", ["padded", "expanded"])
+@pytest.mark.parametrize("layout", ["padded", thorough("expanded")])
 def test_fp16_and_bf16(layout):
     for dtype, (K, N, order), scale, columns, out_dtype in WIDE:
         check(SIZES["halves"], layout, dtype, K, N, order, scale, config=config(columns), out_dtype=out_dtype)
 
 
 @pytest.mark.parametrize("layout", ["padded", "expanded"])
-@pytest.mark.parametrize("scale", SCALES[:-1])
+@pytest.mark.parametrize("scale", [*SCALES[:-1:2], *map(thorough, SCALES[1:-1:2])])
 def test_fp8(layout, scale):
     # A tile of scales of blocks may be of two blocks, of which the second may begin behind B's last column.
     widths = [64, 128, 256] if "blocks" in scale else [64, 128]

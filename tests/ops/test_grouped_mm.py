@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from covering import sample
+from covering import sample, thorough
 
 from iris.errors import (
     InvalidCollectiveError,
@@ -49,7 +49,7 @@ def test_every_dtype(dtype):
         check(SIZES["uneven"], layout, dtype, *extents, order, scale, activation, config, out_dtype, sliced)
 
 
-@pytest.mark.parametrize("scale", SCALES[3:])
+@pytest.mark.parametrize("scale", [*SCALES[3::2], *map(thorough, SCALES[4::2])])
 def test_scales_of_blocks(scale):
     axes = LAYOUTS[1:3], OF_BLOCKS, ORDERS, ACTIVATIONS, CONFIGS
     for layout, extents, order, activation, config in sample(*axes, together=2):

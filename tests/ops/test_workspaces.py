@@ -127,6 +127,7 @@ def grow(ctx):
     assert wrong.item() == 0
 
 
+@pytest.mark.thorough
 def test_memory_that_grows_with_the_largest_call(ranks):
     ranks.run(grow)
 

@@ -344,6 +344,7 @@ def test_ranks_that_are_all_gone_have_ended(tmp_path, monkeypatch):
     assert not onlooker.is_over()
 
 
+@pytest.mark.thorough
 def test_a_million_accesses_take_less_than_a_gibibyte():
     """By what a round of a ping-pong adds, after the first rounds, to what is kept."""
     rounds, first_rounds, kept = 1500, 500, []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import import_path
-from covering import EVERYTHING
+from covering import EVERYTHING, thorough
 from preloaded import LIMIT_S, python
 
 from iris import sanitizer
@@ -91,7 +91,7 @@ assert "torch._dynamo" not in sys.modules, "by a rank"
 
 COMMANDS = [
     pytest.param(("-m", "iris", "check"), id="checked"),
-    pytest.param((), id="by itself", marks=pytest.mark.thorough),
+    thorough((), id="by itself"),
 ]
 
 
@@ -300,6 +300,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_a_host_that_polls_what_nobody_writes_is_a_deadlock(tmp_path, iris_check):
     program = tmp_path / "polling.py"
     program.write_text(POLLING)
@@ -310,7 +311,8 @@ def test_a_host_that_polls_what_nobody_writes_is_a_deadlock(tmp_path, iris_check
     assert finding.places == [(f"waits, rank {r}", f"{program}:{11 + 2 * r} in worker") for r in range(2)]
 
 
-@pytest.mark.parametrize("by", ["torchrun", pytest.param("another launcher", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("by", ["torchrun", thorough("another launcher")])
 def test_a_rank_runs_a_program_of_its_own(tmp_path, by):
     """Not as the rank that it is: the others of its world would not come."""
     program = tmp_path / "program.py"

@@ -1,6 +1,7 @@
 """A program that starts ranks several times: each launch is a world of its own."""
 
 import pytest
+from covering import thorough
 
 pytest_plugins = ["iris.sanitizer.fixture"]
 
@@ -55,7 +56,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("launched, found", [
     ("2:right 3:right 2:outside", []),
-    ("2:right 3:bad 2:bad", [("race", [0, 1, 2])]),
+    thorough("2:right 3:bad 2:bad", [("race", [0, 1, 2])]),
     ("2:hangs 3:right", [("deadlock", [0, 1])]),
 ])  # fmt: skip
 def test_launches(tmp_path, iris_check, launched, found):

@@ -88,6 +88,7 @@ def check_format(trace):
     return [(at(flow["s"]), at(flow["f"])) for flow in flows.values()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PROGRAMS if EVERYTHING else ["ring"])
 def test_a_trace_of_four_ranks(name, tmp_path):
     trace = trace_of(name, tmp_path)

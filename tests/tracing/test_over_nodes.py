@@ -48,6 +48,7 @@ def run_on_two_nodes(folder, program):
     return [process.returncode for process in processes], outputs
 
 
+@pytest.mark.thorough
 def test_the_first_node_shows_all_ranks(tmp_path):
     statuses, (first, second) = run_on_two_nodes(tmp_path, PROGRAM)
     assert statuses == [0, 0], first + second
