@@ -21,6 +21,12 @@ def tree_of(file):
 
 
 @functools.cache
+def nodes_of(tree):
+    """All nodes of a file: a walk takes longer than to read it."""
+    return tuple(ast.walk(tree))
+
+
+@functools.cache
 def code(file):
     """The file without comments and docstrings, so that they may speak of what the code must not do."""
     tree = ast.parse(file.read_text())
@@ -214,7 +220,7 @@ def test_device_code_is_at_the_top_level():
     """Written once, by `iris.language.jit`; not made by a function that is called for each language."""
     for file in SOURCES:
         tree = tree_of(file)
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        functions = [node for node in nodes_of(tree) if isinstance(node, ast.FunctionDef)]
         nested = {inner for outer in functions for inner in ast.walk(outer) if inner is not outer}
         for node in functions:
             assert not (on_device(node) and node in nested), f"{name(file)}:{node.lineno}"
@@ -229,7 +235,7 @@ def test_device_functions_have_few_parameters():
     found = [
         (name(file), node.name)
         for file in SOURCES
-        for node in ast.walk(tree_of(file))
+        for node in nodes_of(tree_of(file))
         if isinstance(node, ast.FunctionDef) and on_device(node)
         if len(node.args.args) + len(node.args.kwonlyargs) > MOST_PARAMETERS
     ]
@@ -244,7 +250,7 @@ VARIADIC = {"check_choice"}
 
 def calls_by_position(tree):
     """The calls in device code with too many arguments by position. `gl.warp_specialize` has them in tuples."""
-    for definition in ast.walk(tree):
+    for definition in nodes_of(tree):
         if isinstance(definition, (ast.FunctionDef, ast.ClassDef)) and on_device(definition):
             for node in ast.walk(definition):
                 if isinstance(node, ast.Call) and len(node.args) > MOST_BY_POSITION:
@@ -310,7 +316,7 @@ def is_private(path):
 def private_parts(tree):
     """The private parts of torch and Triton that a file mentions, with their lines: imported, or by attributes."""
     imported, named = {}, []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             for each in node.names:
                 named.append((each.name, node.lineno))
@@ -326,8 +332,8 @@ def private_parts(tree):
         base = path(node.value) if isinstance(node, ast.Attribute) else None
         return base and f"{base}.{node.attr}"
 
-    within = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
+    within = {id(node.value) for node in nodes_of(tree) if isinstance(node, ast.Attribute)}
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and id(node) not in within and path(node):
             named.append((path(node), node.lineno))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "resolve_name")):
@@ -364,7 +370,7 @@ def test_private_attributes_are_of_this_library_or_of_python():
     outside = {file: tree_of(file) for file in SOURCES if not name(file).startswith("compat/")}
     own = set(OF_PYTHON)
     for tree in outside.values():
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 own.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -374,7 +380,7 @@ def test_private_attributes_are_of_this_library_or_of_python():
     found = {
         f"{name(file)}:{node.lineno}: {node.attr}"
         for file, tree in outside.items()
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and node.attr not in own
     }
     assert not found
@@ -386,7 +392,7 @@ DEVICE_CODE = re.compile(r"\bjit\b|_jit\b|constexpr_function|gluon_version_of")
 def test_host_functions_are_annotated():
     """Else mypy would not look into them. What a kernel computes has no types of Python's."""
     for file in [*SOURCES, ROOT / "iris_backend.py"]:
-        for node in ast.walk(tree_of(file)):
+        for node in nodes_of(tree_of(file)):
             if not isinstance(node, ast.FunctionDef):
                 continue
             if any(DEVICE_CODE.search(ast.unparse(decorator)) for decorator in node.decorator_list):

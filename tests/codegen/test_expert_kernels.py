@@ -68,7 +68,7 @@ def test_rows_are_added_up_by_16_bytes(target, name):
     assert wide(code, "store", target)
 
 
-@pytest.mark.parametrize("name", by_turns(["dispatch", "combine", "combine with biases"]))
+@pytest.mark.parametrize("name", by_turns(["combine", "dispatch", "combine with biases"]))
 def test_programs_leave_room_for_others(name):
     """One that sends and one that receives are on each multiprocessor."""
     kernel = dispatch if name == "dispatch" else combine
