@@ -15,15 +15,8 @@ def name(file):
     return str(file.relative_to(ROOT / "iris"))
 
 
-@functools.cache
-def tree_of(file):
-    return ast.parse(file.read_text())
-
-
-@functools.cache
-def nodes_of(tree):
-    """All nodes of a file: a walk takes longer than to read it."""
-    return tuple(ast.walk(tree))
+tree_of = functools.cache(lambda file: ast.parse(file.read_text()))
+nodes_of = functools.cache(lambda tree: tuple(ast.walk(tree)))  # a walk takes longer than to read a file
 
 
 @functools.cache
