@@ -7,7 +7,7 @@ from torch.library import Library
 
 from iris.compat.inductor import add_graph_pass
 from iris.compat.inductor import graph_pass as inductor_pass
-from iris.distributed import contexts  # noqa: F401 (makes those of the groups that graphs name)
+from iris.distributed.contexts import say_place
 from iris.inductor import graph_pass, symm_mem
 from iris.inductor.report import FusionReport
 
@@ -34,7 +34,8 @@ def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
     """
     if not _on:
         _on.extend(symm_mem.put_in_place())
-        add_graph_pass(graph_pass.search, graph_pass.IDENTITY)
+        add_graph_pass(graph_pass.search, graph_pass.identity)
+    say_place()
     if model is not None:
         model.compile()
     return model
@@ -46,7 +47,8 @@ def compile_options() -> dict[str, Any]:
     As `accelerate` does otherwise, but for torch's own fused operators. Passes over graphs that Inductor has by now run
     before.
     """
-    return {} if _on else {"post_grad_custom_pre_pass": inductor_pass(graph_pass.search, graph_pass.IDENTITY)}
+    say_place()
+    return {} if _on else {"post_grad_custom_pre_pass": inductor_pass(graph_pass.search, graph_pass.identity)}
 
 
 def fusion_report() -> FusionReport:

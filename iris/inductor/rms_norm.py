@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import c10d, value_of, writes
+from iris.distributed.contexts import why_no_context
 from iris.inductor.nodes import (
     CONVERSIONS,
     DEVICE,
@@ -20,6 +21,8 @@ from iris.inductor.nodes import (
     aten,
     calls,
     is_tensor,
+    known_contiguous,
+    known_equal,
     only_user,
     place_of,
     reshaped_rows,
@@ -85,7 +88,7 @@ def _sum(all_reduce: Node) -> Sum | None:
     add = only_user(added)
     if calls(add, aten.add.Tensor) and not add.kwargs:
         other = add.args[0] if add.args[1] is added else add.args[1]
-        if other is not added and is_tensor(other) and value_of(other).shape == value_of(added).shape:
+        if other is not added and is_tensor(other) and known_equal(value_of(other).shape, value_of(added).shape):
             return Sum(all_reduce, wait, added, other, add)
     return Sum(all_reduce, wait, added, None, added)
 
@@ -123,7 +126,7 @@ def _weighted(normalised: Node, eps: float) -> Norm | None:
     for each in (normalised, *users(normalised, CONVERSIONS)):
         for product in users(each, aten.mul.Tensor):
             weight = product.args[0] if product.args[1] is each else product.args[1]
-            if is_tensor(weight) and value_of(weight).shape == value_of(product).shape[-1:]:
+            if is_tensor(weight) and known_equal(value_of(weight).shape, value_of(product).shape[-1:]):
                 converted = only_user(product)
                 return Norm(weight, eps, converted if calls(converted, CONVERSIONS) else product)
     return None
@@ -152,9 +155,9 @@ def _kept(total: Sum, norm: Norm) -> str | None:
             return "the sum is used elsewhere, and no residual is added to it"
     elif value_of(total.residual).dtype != value_of(total.x).dtype:
         return f"the residual is {value_of(total.residual).dtype}, and with the sum {value_of(total.x).dtype}"
-    elif not value_of(total.residual).is_contiguous():
+    elif not known_contiguous(value_of(total.residual)):
         return "the residual is not contiguous"
-    return None
+    return why_no_context(arguments(total.all_reduce)[-1])
 
 
 # What comes in its place ---------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from iris.compat.fused_symm_mem import by_torch, dtypes_of, replace
 from iris.compat.scaled_mm import scaled_mm
 from iris.distributed.contexts import context_of
 from iris.distributed.group import ProcessGroupBase
-from iris.ops.call import NARROW, WIDE
+from iris.ops.call import GATHERS_COLUMNS, GATHERS_ROWS, NARROW, WIDE, Call
+from iris.ops.named_ranks import multiply
 
 
 class Factor(NamedTuple):
@@ -243,16 +244,8 @@ def _gather(
     # What hides most of the transfer is the largest product.
     largest = max(factors, key=lambda each: each.b.shape[1])
     fused = shard.new_empty(rows, largest.b.shape[1], dtype=largest.dtype)
-    context.ops.all_gather_matmul(
-        fused,
-        shard,
-        largest.b,
-        largest.bias,
-        gather_dim="k" if by_columns else "m",
-        gathered=gathered,
-        scale_a=scale,
-        scale_b=largest.scale,
-    )
+    name = GATHERS_COLUMNS if by_columns else GATHERS_ROWS
+    multiply(context, Call(name, fused, shard, largest.b, largest.bias, scale, largest.scale, gathered))
     results = [fused if each is largest else _multiply(gathered, each, scale) for each in factors]
 
     def back(result: Tensor) -> Tensor:
@@ -309,11 +302,12 @@ def _scatter(
     if by_columns:
         result = rows.new_empty(len(rows), columns // size, dtype=dtype)
         # The columns of the product are the rows of its transpose.
-        context.ops.matmul_reduce_scatter(result.t(), factor.b.t(), rows.t(), scale_a=factor.scale, scale_b=scale)
+        call = Call("matmul_reduce_scatter", result.t(), factor.b.t(), rows.t(), None, factor.scale, scale)
     else:
         result = rows.new_empty(len(rows) // size, columns, dtype=dtype)
         shape[0] //= size
-        context.ops.matmul_reduce_scatter(result, rows, factor.b, scale_a=scale, scale_b=factor.scale)
+        call = Call("matmul_reduce_scatter", result, rows, factor.b, None, scale, factor.scale)
+    multiply(context, call)
     if reduce_op == "avg":
         result = result.div_(size).to(factor.dtype)
     whole = result.view(*shape, result.shape[1])
