@@ -57,9 +57,8 @@ def _is_even(context: OperationsContext, call: Call) -> bool:
     known = shapes.setdefault(key, set())
     if known is None or own in known:
         return known is not None
-    what = f"the comparison of all ranks' B, here {[K, N]}, in {call.title}"
     group = context._world.group
-    everyones = group.all_gather([K, N], what, orders=False)
+    everyones = group.all_gather([K, N], f"the comparison of the shapes of B in {call.title}", orders=False)
     if all(each == everyones[0] for each in everyones):
         known.add(own)
         return True
