@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from covering import EVERYTHING
 from torch import nn
 from torch.nn import functional as F
 
@@ -76,9 +77,12 @@ def compare_from_data(ctx, function):
 
 
 @pytest.mark.ranks(2)
-def test_extents_that_are_computed_from_data(ranks):
-    for function in FROM_DATA:
-        ranks.run(compare_from_data, function)
+@pytest.mark.parametrize(
+    "function",
+    [normalised, gathered, *(pytest.param(each, marks=pytest.mark.thorough) for each in (multiplied, scattered))],
+)
+def test_extents_that_are_computed_from_data(ranks, function):
+    ranks.run(compare_from_data, function)
 
 
 # Another one on each rank ---------------------------------------------------------------------------------------------
@@ -107,7 +111,7 @@ def compare_uneven(ctx):
         assert report.fused("all_gather + product") == 1, str(report)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(*((2, 3) if EVERYTHING else (2,)))
 def test_weights_that_are_split_unevenly(ranks):
     ranks.run(compare_uneven)
 
@@ -129,6 +133,7 @@ def compare_plan(ctx):
     expect(report, {"product + all_reduce": 1})
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2)
 def test_a_plan_that_splits_unevenly(ranks):
     ranks.run(compare_plan)
@@ -171,7 +176,7 @@ def stays(ctx, name):
 
 @pytest.mark.ranks(3, exactly=True)
 def test_a_group_without_a_context_keeps_its_collectives(ranks):
-    for name in GROUPS:
+    for name in GROUPS if EVERYTHING else ("hosts", "other"):
         ranks.run(stays, name)
 
 
