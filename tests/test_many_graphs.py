@@ -82,8 +82,9 @@ def near(got, wanted):
 def replay(ctx, form):
     model = Model(dist.new_group(backend="cuda:iris"), ctx.cur_rank).to(ctx.device, torch.bfloat16)
     run = FORMS[form](ctx, model)
-    # What all graphs read, as a serving engine has it; the same on all ranks.
-    given = torch.zeros(max(SIZES), H, device=ctx.device, dtype=torch.bfloat16)
+    # What all graphs read, as a serving engine has it; the same on all ranks. A batch is never all of it, for which
+    # torch would compile another graph.
+    given = torch.zeros(1 + max(SIZES), H, device=ctx.device, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(99)
 
     def fill(size):
@@ -116,10 +117,10 @@ def replay(ctx, form):
             near(run(given[:size]), got)
     ctx.barrier()
     if form == "iris.accelerate":
-        # Of one row, and of any number.
+        # In each graph that was compiled: of one row, and of any number.
         report = fusion_report()
-        assert report.fused("all_reduce + residual + RMSNorm") == 2 * LAYERS, str(report)
-        assert report.fused("product + all_reduce") == 2, str(report)
+        assert report and all(each.kept is None for each in report), str(report)
+        assert report.fused("all_reduce + residual + RMSNorm") == LAYERS * report.fused("product + all_reduce")
     graphs.clear()
     torch._dynamo.reset()
 
