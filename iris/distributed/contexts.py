@@ -7,7 +7,7 @@ follows from that is the same on all ranks.
 
 from collections import Counter
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from iris.world import choose_device, wire
 from iris.world.placement import find_host, gpus_out_of_reach
 from iris.world.store import await_keys, put, shared_client
 
-# Seconds that a cache is worth waiting for others to say where they run.
+# Seconds that a cache is worth waiting, once, for others to say where they run.
 PATIENCE_S = 5.0
 
 # Of groups of other backends. They live until torch destroys the group, since graphs may have captured their memory.
@@ -54,6 +54,7 @@ class Place(NamedTuple):
 
 # Of ranks of the world, by the store of torch's default group.
 _places: WeakKeyDictionary[dist.Store, dict[int, Place]] = WeakKeyDictionary()
+_waited: WeakSet[dist.Store] = WeakSet()
 
 
 def say_place() -> None:
@@ -74,6 +75,8 @@ def why_no_context(name: str) -> str | None:
     within the time limit of the default group.
     """
     group = group_named(name)
+    if group in _contexts:
+        return None
     if not _wait_for_places(group):
         raise IrisTimeoutError(
             f"A rank of the process group {name!r} compiles nothing for Iris, so that nobody knows where it runs. "
@@ -84,8 +87,12 @@ def why_no_context(name: str) -> str | None:
 
 def known_reasons() -> dict[str, str] | None:
     """What `why_no_context` says of this rank's groups, of those that can have none; None if that is not known yet."""
-    groups = list(existing_groups()) if dist.is_initialized() else []
-    if not all(_wait_for_places(group, PATIENCE_S) for group in groups):
+    if not dist.is_initialized():
+        return {}
+    groups = list(existing_groups())
+    seconds = 0 if default_store() in _waited else PATIENCE_S
+    _waited.add(default_store())
+    if not all(_wait_for_places(group, seconds) for group in groups):
         return None
     reasons = {group.group_name: _why(group) for group in groups}
     return {name: why for name, why in reasons.items() if why is not None}

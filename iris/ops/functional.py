@@ -5,6 +5,9 @@ They name their ranks by a string, as those of `iris.ccl.functional` do:
     ranks = iris.ccl.functional.name_of(ctx)
     y = functional.all_gather_matmul(x, weight, None, ranks)     # also torch.ops.iris.all_gather_matmul
 
+Products are fused where all ranks' ``b`` have one shape. They compare these on the host at the first call with a new
+one; where they differ, product and collective come one behind the other.
+
 Gradients are fused operations too: what gathers in one direction scatters sums in the other. Every rank calls backward.
 
 Under ``torch.autocast`` a product is one of its dtype, as ``torch.nn.functional.linear`` is: of matrices that are not
