@@ -14,6 +14,7 @@ from inductor.searched import FusionReport, compiled, expect
 from iris.compat.c10d import default_store
 from iris.distributed import contexts
 from iris.distributed.contexts import Place
+from iris.inductor import graph_pass
 
 H, K = 16, 12
 
@@ -161,6 +162,29 @@ def test_whose_ranks_can_have_a_context(monkeypatch, places, reason):
     monkeypatch.setattr(contexts.dist, "get_backend", lambda group: "nccl")
     why = contexts._why("group")
     assert (why is None) == (reason is None) and (reason or "") in (why or "")
+
+
+def saying(ctx):
+    """Each rank says where it runs, and knows no reason before all have."""
+    with mock.patch.object(contexts, "_places", {}), mock.patch.object(contexts, "PATIENCE_S", 0.01):
+        store = dist.PrefixStore("a test", default_store())
+        with mock.patch.object(contexts, "_store", lambda: store), mock.patch.object(contexts, "_waited", set()):
+            if ctx.cur_rank == 0:
+                assert contexts.known_reasons() is None and graph_pass.identity() is None
+            ctx.barrier()
+            contexts.say_place()
+            assert contexts.why_no_context(dist.group.WORLD.group_name) is None
+            ctx.barrier()
+            assert contexts.known_reasons() == {} and graph_pass.identity() is not None
+            assert set(contexts._places[default_store()]) == set(range(dist.get_world_size()))
+
+
+@pytest.mark.ranks(2)
+def test_what_is_cached_depends_on_where_ranks_run(ranks):
+    ranks.run(saying)
+    with mock.patch.object(graph_pass, "known_reasons", lambda: {"0": "a reason"}):
+        other = graph_pass.identity()
+    assert other != graph_pass.identity() and other.startswith(graph_pass.VERSION)
 
 
 def test_a_group_of_torchs_that_has_no_other_ranks(monkeypatch):
