@@ -75,7 +75,7 @@ def why_no_context(name: str) -> str | None:
     within the time limit of the default group.
     """
     group = group_named(name)
-    if group in _contexts:
+    if group in _contexts or isinstance(group, ProcessGroupBase) and group.has_context:
         return None
     if not _wait_for_places(group):
         raise IrisTimeoutError(
@@ -99,7 +99,7 @@ def known_reasons() -> dict[str, str] | None:
 
 
 def _why(group: dist.ProcessGroup) -> str | None:
-    if _is_fake(group):
+    if _is_fake(group) or _is_fake(dist.group.WORLD):
         return "there are no other ranks, as the backend is fake"
     places = [_places[default_store()][rank] for rank in dist.get_process_group_ranks(group)]
     on_hosts = Counter(place.host for place in places)

@@ -47,6 +47,11 @@ class ProcessGroupBase(dist.ProcessGroup):
         # Of messages to and from each peer on another host: the last one that has met it on the host, or is about to.
         self._connecting: dict[Any, Enqueued] = {}
 
+    @property
+    def has_context(self) -> bool:
+        """Whether there is one by now."""
+        return self._context is not None
+
     def context(self, device: torch.device, call: str = "context") -> Iris:
         """The group's context, on ``device``. The first call is collective over the group and blocks the host.
 

@@ -13,6 +13,8 @@ from torch.fx import Graph, Node
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import c10d, value_of, writes
 from iris.distributed.contexts import why_no_context
+from iris.inductor import rows
+from iris.inductor.fp8 import Quantised, quantised
 from iris.inductor.nodes import (
     CONVERSIONS,
     DEVICE,
@@ -29,7 +31,7 @@ from iris.inductor.nodes import (
     users,
     waited,
 )
-from iris.inductor.operators import all_reduce_add_rms_norm
+from iris.inductor.operators import all_reduce_add_rms_norm, all_reduce_add_rms_norm_by_row
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.ops.call import WIDE
 from iris.ops.normalisation import MOST_COLUMNS
@@ -67,10 +69,11 @@ def fuse(graph: Graph, report: FusionReport) -> None:
         norm = None if total is None else _norm(total.x)
         if total is None or norm is None:
             continue
-        kept = _kept(total, norm)
-        report.append(Fusion(WITH_RESIDUAL if total.residual else PATTERN, kept, where(norm.result)))
+        kept, narrow = _kept(total, norm), quantised(norm.result)
+        pattern = (WITH_RESIDUAL if total.residual else PATTERN) + (" + fp8" if narrow else "")
+        report.append(Fusion(pattern, kept, where(norm.result)))
         if kept is None:
-            _replace(graph, total, norm)
+            _replace(graph, total, norm, narrow)
     graph.eliminate_dead_code()
 
 
@@ -163,19 +166,23 @@ def _kept(total: Sum, norm: Norm) -> str | None:
 # What comes in its place ---------------------------------------------------------------------------------------------
 
 
-def _replace(graph: Graph, total: Sum, norm: Norm) -> None:
+def _replace(graph: Graph, total: Sum, norm: Norm, narrow: Quantised | None) -> None:
     input, _, group = arguments(total.all_reduce)
     # What was reshaped behind the sum is reshaped before it.
     total.wait.replace_all_uses_with(input)
     graph.erase_node(total.wait)
     graph.erase_node(total.all_reduce)
     a = input if total.added is total.wait else total.added
-    ranks, dtype = name_of_process_group(group), value_of(norm.result).dtype
+    ranks, dtype = name_of_process_group(group), value_of(narrow.result if narrow else norm.result).dtype
     if total.residual is None:
         with graph.inserting_before(norm.result):
-            given = (a, norm.weight, None, norm.eps, ranks, None, dtype)
-            call = graph.call_function(torch.ops.iris.all_reduce_rms_norm.default, given)
-        _put(graph, call, (norm.result,))
+            if narrow is None:
+                given = (a, norm.weight, None, norm.eps, ranks, None, dtype)
+                call = rows.call(graph, torch.ops.iris.all_reduce_rms_norm.default, *given)
+            else:
+                of_fp8 = (a, norm.weight, None, norm.eps, ranks, dtype)
+                call = rows.call(graph, torch.ops.iris.all_reduce_rms_norm_by_row.default, *of_fp8)
+        _put(graph, call, {0: norm.result} if narrow is None else {0: narrow.result, 2: narrow.scale})
         return
     # A weight that is computed, as 1 + w is, may come behind the sum, whose users need the results before.
     needed = ancestors(norm.weight, total.x) | {norm.weight}
@@ -184,8 +191,10 @@ def _replace(graph: Graph, total: Sum, norm: Norm) -> None:
             total.x.prepend(node)
     with graph.inserting_before(total.x):
         named = dict(a=a, weight=norm.weight, residual=total.residual, eps=norm.eps, ranks=ranks, dtype=dtype)
-        call = writes(graph, all_reduce_add_rms_norm, named)
-    _put(graph, call, (norm.result, total.x))
+        operator_ = all_reduce_add_rms_norm_by_row if narrow else all_reduce_add_rms_norm
+        call = writes(graph, operator_, named)
+    results = [narrow.result, narrow.scale] if narrow else [norm.result]
+    _put(graph, call, dict(enumerate([*results, total.x])))
 
 
 def _between(first: Node, last: Node) -> list[Node]:
@@ -197,10 +206,11 @@ def _between(first: Node, last: Node) -> list[Node]:
     return nodes
 
 
-def _put(graph: Graph, call: Node, replaced: tuple[Node, ...]) -> None:
-    """Let the results of ``call`` be used where those nodes were."""
-    call.meta = {**place_of(replaced[0]), "val": tuple(value_of(each) for each in replaced)}
-    for index, node in enumerate(replaced):
+def _put(graph: Graph, call: Node, replaced: dict[int, Node]) -> None:
+    """Let the results of ``call``, by number, be used where those nodes were."""
+    values = call.meta.get("val", tuple(value_of(each) for each in replaced.values()))
+    call.meta = {**place_of(replaced[0]), "val": values}
+    for index, node in replaced.items():
         with graph.inserting_after(call):
             result = graph.call_function(operator.getitem, (call, index))
         result.meta = {**place_of(node), "val": value_of(node)}

@@ -163,6 +163,7 @@ def test_a_capture_of_another_thread_goes_on():
 
     def allocate():
         try:
+            torch.cuda.set_device(device)
             # Beside what has been given back on the other stream, and then of it.
             made = [bytes_of(pool, ROOM // 2), bytes_of(pool, ROOM // 4), bytes_of(pool, ROOM // 4)]
             assert all(map(is_handed_out, made)) and pool._behind
@@ -174,6 +175,7 @@ def test_a_capture_of_another_thread_goes_on():
         thread = threading.Thread(target=allocate)
         thread.start()
         thread.join()
+        assert not errors
         y = x + 1
     graph.replay()
     torch.cuda.synchronize()
