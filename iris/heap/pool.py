@@ -15,7 +15,6 @@ back only if `record_stream` is told, and otherwise has to be over, or waited fo
 any time.
 """
 
-import contextlib
 import threading
 import weakref
 from collections import Counter, defaultdict, deque
@@ -25,7 +24,6 @@ from typing import Any
 import torch
 
 from iris import observer
-from iris.cuda_graphs.capture import relaxed
 from iris.heap.allocator import Allocator, round_up
 from iris.heap.history import tensor_text
 from iris.heap.lifetime import Life
@@ -224,17 +222,11 @@ class Pool:
         for region in self._regions:
             offset = region.allocator.allocate(room)
             if offset is not None:
-                self._forget_past()
+                self._behind = [event for event in self._behind if not event.query()]
                 for event in self._behind:
                     stream.wait_event(event)
                 return _Block(region, offset, room, stream, "")
         return None
-
-    def _forget_past(self) -> None:
-        """Drop the events of what is over."""
-        # The driver takes a question for a disturbance of a capture that another thread has begun.
-        with relaxed() if self._behind and self._device.type == "cuda" else contextlib.nullcontext():
-            self._behind = [event for event in self._behind if not event.query()]
 
     def _gather(self) -> None:
         """Take from all streams what has died, so that neighbours join."""

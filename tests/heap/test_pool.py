@@ -1,12 +1,8 @@
 """Memory that is handed out in the order of streams, here by streams that write down what waits for what."""
 
-import contextlib
-import threading
-
 import pytest
 import torch
 
-from iris.heap import pool as of_pools
 from iris.heap.mapping import create
 from iris.heap.pool import Pool, is_handed_out
 from iris.world import Group
@@ -128,55 +124,3 @@ def test_names_say_what_is_there(pool):
     offset = tensor.data_ptr() - mapping.bases[0]
     assert mapping.owner().describe_offset(offset + 5) == "uint8[1024] of a process group's memory, byte 5"
     assert "where no tensor is" in mapping.owner().describe_offset(ROOM - 1)
-
-
-def test_events_are_asked_where_no_capture_is_disturbed(pool, monkeypatch):
-    inside = []
-
-    @contextlib.contextmanager
-    def relaxed():
-        inside.append(True)
-        yield
-        inside.clear()
-
-    class Past(Event):
-        def query(self):
-            return bool(inside)
-
-    monkeypatch.setattr(of_pools, "relaxed", relaxed)
-    monkeypatch.setattr(pool, "_device", torch.device("cuda"))
-    pool._behind = [Past("first"), Event("other")]
-    pool._forget_past()
-    assert [event.of for event in pool._behind] == ["other"]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there are no captures without a GPU")
-def test_a_capture_of_another_thread_goes_on():
-    device = torch.device("cuda", torch.cuda.current_device())
-    pool, side, errors = Pool(device), torch.cuda.Stream(), []
-    pool.add(create(Group(None), ROOM, device))
-    x = torch.ones(4, device=device)
-    with torch.cuda.stream(side):
-        taken = bytes_of(pool, ROOM // 2)
-        torch.cuda._sleep(100_000_000)
-        del taken
-
-    def allocate():
-        try:
-            torch.cuda.set_device(device)
-            # Beside what has been given back on the other stream, and then of it.
-            made = [bytes_of(pool, ROOM // 2), bytes_of(pool, ROOM // 4), bytes_of(pool, ROOM // 4)]
-            assert all(map(is_handed_out, made)) and pool._behind
-        except BaseException as error:
-            errors.append(error)
-
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        thread = threading.Thread(target=allocate)
-        thread.start()
-        thread.join()
-        assert not errors
-        y = x + 1
-    graph.replay()
-    torch.cuda.synchronize()
-    assert not errors and y.tolist() == [2] * 4
