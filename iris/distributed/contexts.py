@@ -107,7 +107,8 @@ def _why(group: dist.ProcessGroup) -> str | None:
         return "its hosts have different numbers of the group's ranks"
     if max(on_hosts.values()) > MAX_RANKS:
         return f"a host has more than {MAX_RANKS} of the group's ranks"
-    if any(place.host == peer.host and peer.gpu in place.out_of_reach for place in places for peer in places):
+    gpus = {(place.host, place.gpu) for place in places}
+    if any((place.host, gpu) in gpus for place in places for gpu in place.out_of_reach):
         return "there are GPUs in the group that cannot access each other's memory"
     return None
 
