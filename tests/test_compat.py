@@ -152,8 +152,8 @@ def launched(module, kernel):
 
 # How a file comes to look for a part that it looks for in a function.
 CALLS = {
-    "torch._inductor.config:post_grad_custom_pre_pass": lambda module: module.add_graph_pass(None, "a pass"),
-    "torch._inductor.custom_graph_pass:CustomGraphPass": lambda module: module.graph_pass(None, "a pass"),
+    "torch._inductor.config:post_grad_custom_pre_pass": lambda module: module.add_graph_pass(None, str),
+    "torch._inductor.custom_graph_pass:CustomGraphPass": lambda module: module.graph_pass(None, str),
     "torch._ops:OpOverload._schema": lambda module: (module.arguments_of(Nothing()), module.results_of(Nothing())),
     "torch._ops:OpOverload._opname": lambda module: module.operation_name(Nothing()),
     "torch.distributed.distributed_c10d:_world.pg_map": lambda module: module.existing_groups(),

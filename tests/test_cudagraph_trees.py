@@ -13,6 +13,8 @@ import torch.distributed._functional_collectives as funcol
 import iris
 import iris.distributed  # noqa: F401 (registers the backend)
 from iris.ccl import functional as collectives
+from iris.experts import ExpertsConfig
+from iris.experts.functional import name_of as name_of_experts
 from iris.ops import functional
 
 pytestmark = [
@@ -41,6 +43,35 @@ def products(x, b, ranks, group):
     return functional.all_gather_matmul_k(y.contiguous(), whole, None, ranks)[:, :K] / 64
 
 
+def rows_besides(x, b, ranks, group):
+    y, rows = functional.all_gather_matmul_return_a(x, b, b[0], ranks)
+    return y[-M:, :K] / 64 + rows[:M]
+
+
+def scaled(x, b, ranks, group):
+    """Of fp8, with a factor for all, or for each row and column."""
+    narrow = [each.to(torch.float8_e4m3fn) for each in (x, b.t().contiguous())]
+    a, b, factor = narrow[0], narrow[1].t(), torch.full((1,), 1 / 64, device=x.device)
+    y = functional.matmul_all_reduce(a, b, None, ranks, factor)
+    y = y + functional.all_gather_matmul(a, b, None, ranks, scale_b=factor.expand(1, N).contiguous())[:M]
+    return y[:, :K].contiguous()
+
+
+def experts(x, b, ranks, group):
+    up = torch.stack([b.t(), b.t() / 2]).contiguous()
+    down = torch.stack([b[:, : N // 2], -b[:, : N // 2]]).contiguous()
+    ids = (3 * torch.arange(M, device=x.device)[:, None] + torch.arange(2, device=x.device)) % (
+        2 * dist.get_world_size(group)
+    )
+    factors = torch.linspace(0, 1, 2 * M, device=x.device).view(M, 2)
+    return functional.experts_mlp(x, ids, factors, up / 16, down / 16, EXPERTS[ranks])
+
+
+def layer_of_experts(ctx):
+    config = ExpertsConfig(layouts=("compact",))
+    return ctx.experts(num_experts=2 * ctx.num_ranks, hidden=K, max_tokens=M, top_k=2, config=config)
+
+
 def norms(x, b, ranks, group):
     y, total = functional.all_reduce_rms_norm(x, b[0, :K], x, 1e-6, ranks)
     rows, _, scales = functional.all_reduce_rms_norm_by_row(y, b[0, :K], None, 1e-6, ranks, torch.float8_e4m3fn)
@@ -65,7 +96,10 @@ def in_place(x, b, ranks, group):
     return y
 
 
-USES = {"collectives": moves, "products": products, "norms": norms, "torch.distributed": of_torch, "in place": in_place}
+USES = {"collectives": moves, "products": products, "rows besides": rows_besides, "scaled": scaled, "experts": experts}
+USES |= {"norms": norms, "torch.distributed": of_torch, "in place": in_place}
+# Names of experts, by those of the ranks that have them.
+EXPERTS = {}
 
 
 def twice(use, x, b, ranks, group):
@@ -83,6 +117,8 @@ def compare(ctx, name):
     b = torch.linspace(-1, 1, K * N, device=ctx.device).view(K, N).to(torch.bfloat16)
     with iris.iris(1 << 20) as fresh:
         ranks, eager_ranks = collectives.name_of(fresh), collectives.name_of(ctx)
+        made = [layer_of_experts(each) for each in (fresh, ctx)] if use is experts else []
+        EXPERTS.update(zip((ranks, eager_ranks), map(name_of_experts, made), strict=False))
         compiled = torch.compile(functools.partial(twice, use), mode="reduce-overhead")
         for turn in range(TURNS):
             x = ((torch.arange(M * K, device=ctx.device).view(M, K) + turn) % 7 - ctx.cur_rank).to(torch.bfloat16)
@@ -93,6 +129,8 @@ def compare(ctx, name):
         ctx.barrier()
         assert_recorded(ctx.device.index)
         torch._dynamo.reset()
+        for each in made:
+            each.close()
 
 
 def assert_near(got, want):
@@ -115,15 +153,40 @@ def test_an_operator_is_first_used_in_a_graph_of_the_tree(ranks, name):
     ranks.run(compare, name)
 
 
-def train(ctx):
+def by_rows(x, b, ranks):
+    y = functional.all_gather_matmul(x, b, None, ranks)
+    torch._dynamo.graph_break()
+    return functional.matmul_reduce_scatter(torch.tanh(y), b.t().contiguous(), None, ranks)
+
+
+def by_columns(x, b, ranks):
+    whole = b.repeat(collectives.size_of(ranks), 1)
+    y = functional.all_gather_matmul_k(x, whole, None, ranks)
+    torch._dynamo.graph_break()
+    return functional.matmul_all_reduce(torch.tanh(y), b.t().contiguous(), None, ranks)
+
+
+def with_rows(x, b, ranks):
+    y, rows = functional.all_gather_matmul_return_a(x, b, None, ranks)
+    torch._dynamo.graph_break()
+    products = functional.matmul_all_gather(torch.tanh(y), b.t().contiguous(), None, ranks)
+    return products.view(-1, *rows.shape).sum(0) + rows
+
+
+def normalised(x, b, ranks):
+    y, total = functional.all_reduce_rms_norm(x, b[0, :K], x, 1e-6, ranks)
+    torch._dynamo.graph_break()
+    return y * torch.tanh(total)
+
+
+STEPS = {"rows": by_rows, "columns": by_columns, "with rows": with_rows, "normalised": normalised}
+
+
+def train(ctx, name):
     """Forward and backward, whose graphs are recorded by autograd's thread."""
+    step = STEPS[name]
     torch._dynamo.reset()
     weight = torch.linspace(-1, 1, K * N, device=ctx.device).view(K, N).to(torch.bfloat16)
-
-    def step(x, b, ranks):
-        y = functional.all_gather_matmul(x, b, None, ranks)
-        torch._dynamo.graph_break()
-        return functional.matmul_reduce_scatter(torch.tanh(y), b.t().contiguous(), None, ranks)
 
     with iris.iris(1 << 20) as fresh:
         compiled = torch.compile(step, mode="reduce-overhead")
@@ -143,5 +206,6 @@ def train(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_gradients_of_operators_are_recorded_too(ranks):
-    ranks.run(train)
+@pytest.mark.parametrize("name", STEPS)
+def test_gradients_of_operators_are_recorded_too(ranks, name):
+    ranks.run(train, name)

@@ -94,7 +94,7 @@ TEMPORARIES = {
     "heap/mapping.py": {"peer", "snapshot"},
     "heap/pool.py": {"empty", "peer", "_from_torch"},
     "heap/symmetric.py": {"empty", "peer"},
-    "inductor/operators.py": {None, "all_reduce_add_rms_norm"},
+    "inductor/operators.py": {None, "all_reduce_add_rms_norm", "_rows_and_scales"},
     "inductor/symm_mem.py": {"_gather", "_of_all_rows", "_scatter"},
     "integrations/transformers/experts.py": {"_forward"},
     "ops/call.py": {"scales"},

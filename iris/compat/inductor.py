@@ -24,10 +24,10 @@ RESHAPES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.o
 _FUSES = "fuse operations in graphs of torch.compile"
 
 
-def graph_pass(change: Callable[[Graph], None], identity: str) -> Any:
+def graph_pass(change: Callable[[Graph], None], identity: Callable[[], str | None]) -> Any:
     """A pass by which ``change`` sees graphs of both directions, behind the passes that are set by now.
 
-    ``identity`` goes into the keys of Inductor's cache: another one, another graph.
+    What ``identity`` returns goes into the keys of Inductor's cache: another one, another graph. None: no cache.
     """
     kind = required("torch._inductor.custom_graph_pass:CustomGraphPass", _FUSES)
     there = required("torch._inductor.config:post_grad_custom_pre_pass", _FUSES)
@@ -40,14 +40,14 @@ def graph_pass(change: Callable[[Graph], None], identity: str) -> Any:
             change(graph)
 
         def uuid(self) -> Any:
-            """None, with which Inductor caches nothing, where an earlier pass does not say what it is."""
-            known = [each.uuid() if isinstance(each, kind) else None for each in before]
-            return None if None in known else hashlib.sha256(repr((known, identity)).encode()).hexdigest()
+            """None, with which Inductor caches nothing, where a pass does not say what it is."""
+            known = [*(each.uuid() if isinstance(each, kind) else None for each in before), identity()]
+            return None if None in known else hashlib.sha256(repr(known).encode()).hexdigest()
 
     return Pass()
 
 
-def add_graph_pass(change: Callable[[Graph], None], identity: str) -> None:
+def add_graph_pass(change: Callable[[Graph], None], identity: Callable[[], str | None]) -> None:
     """Let ``change`` see each graph that Inductor compiles from now on, as `graph_pass` does."""
     made = graph_pass(change, identity)
     config: Any = import_module("torch._inductor.config")

@@ -285,7 +285,7 @@ class ProcessGroup(ProcessGroupBase):
         if not self.supports_window:
             raise InvalidGroupError(
                 "A window is for ranks of one host, whose memory this rank can address, and this group has several. "
-                "Make a group of each host's ranks."
+                "Make a group of those on one host. Others are reached by send() and recv()."
             )
         self._windows += 1
         window = Window(self, self.context(device).device, self._windows)

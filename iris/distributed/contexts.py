@@ -1,13 +1,30 @@
-"""The context of a process group's members, whatever its backend; of operators that name such a group."""
+"""The context of a process group's members, whatever its backend; of operators that name such a group.
+
+Whether there can be one has to be known before its members meet, since graphs are compiled at different times, or come
+from a cache, on each rank. So each process writes once where it runs, into the store of torch's default group; what
+follows from that is the same on all ranks.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 
 from iris import simulator
 from iris.ccl.functional import make_contexts_with
-from iris.compat.c10d import existing_groups
+from iris.ccl.queue import MAX_RANKS
+from iris.compat.c10d import default_store, existing_groups, group_named
 from iris.context import Iris
 from iris.distributed.group import ProcessGroupBase
+from iris.errors import IrisTimeoutError
+from iris.world import choose_device, wire
+from iris.world.placement import find_host, gpus_out_of_reach
+from iris.world.store import await_keys, put, shared_client
+
+# Seconds that a cache is worth waiting, once, for others to say where they run.
+PATIENCE_S = 5.0
 
 # Of groups of other backends. They live until torch destroys the group, since graphs may have captured their memory.
 _contexts: dict[dist.ProcessGroup, Iris] = {}
@@ -25,6 +42,103 @@ def context_of(group: dist.ProcessGroup, device: torch.device | None = None) -> 
     if group not in _contexts:
         _contexts[group] = Iris(0, process_group=group)
     return _contexts[group]
+
+
+class Place(NamedTuple):
+    """Where a process runs: its host, its GPU and those that this cannot access, by their UUIDs."""
+
+    host: str
+    gpu: str | None
+    out_of_reach: list[str]
+
+
+# Of ranks of the world, by the store of torch's default group.
+_places: WeakKeyDictionary[dist.Store, dict[int, Place]] = WeakKeyDictionary()
+_waited: WeakSet[dist.Store] = WeakSet()
+
+
+def say_place() -> None:
+    """Let other ranks know where this process runs, once, if torch.distributed is initialised. Local."""
+    if not dist.is_initialized() or _is_fake(dist.group.WORLD) or default_store() in _places:
+        return
+    device, (host, _) = choose_device(), find_host()
+    gpu = None if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+    place = Place(host, gpu, gpus_out_of_reach(device))
+    put(_store(), str(dist.get_rank()), wire.encode(place))
+    _places[default_store()] = {dist.get_rank(): place}
+
+
+def why_no_context(name: str) -> str | None:
+    """Why the ranks of the process group with this name can have no context; None if they can. The same on all ranks.
+
+    Waits until these have compiled a graph, or called `iris.accelerate`. Raises `IrisTimeoutError` if one does not
+    within the time limit of the default group.
+    """
+    group = group_named(name)
+    if group in _contexts or isinstance(group, ProcessGroupBase) and group.has_context:
+        return None
+    if not _wait_for_places(group):
+        raise IrisTimeoutError(
+            f"A rank of the process group {name!r} compiles nothing for Iris, so that nobody knows where it runs. "
+            "Call iris.accelerate() on all ranks."
+        )
+    return _why(group)
+
+
+def known_reasons() -> dict[str, str] | None:
+    """What `why_no_context` says of this rank's groups, of those that can have none; None if that is not known yet."""
+    if not dist.is_initialized():
+        return {}
+    groups = list(existing_groups())
+    seconds = 0 if default_store() in _waited else PATIENCE_S
+    _waited.add(default_store())
+    if not all(_wait_for_places(group, seconds) for group in groups):
+        return None
+    reasons = {group.group_name: _why(group) for group in groups}
+    return {name: why for name, why in reasons.items() if why is not None}
+
+
+def _why(group: dist.ProcessGroup) -> str | None:
+    if _is_fake(group) or _is_fake(dist.group.WORLD):
+        return "there are no other ranks, as the backend is fake"
+    places = [_places[default_store()][rank] for rank in dist.get_process_group_ranks(group)]
+    on_hosts = Counter(place.host for place in places)
+    if len(set(on_hosts.values())) > 1:
+        return "its hosts have different numbers of the group's ranks"
+    if max(on_hosts.values()) > MAX_RANKS:
+        return f"a host has more than {MAX_RANKS} of the group's ranks"
+    gpus = {(place.host, place.gpu) for place in places}
+    if any((place.host, gpu) in gpus for place in places for gpu in place.out_of_reach):
+        return "there are GPUs in the group that cannot access each other's memory"
+    return None
+
+
+def _wait_for_places(group: dist.ProcessGroup, seconds: float | None = None) -> bool:
+    """Whether it is known, after as many seconds at most, where all of the group's ranks run. None: torch's limit."""
+    if _is_fake(group) or _is_fake(dist.group.WORLD):
+        return True
+    say_place()
+    known = _places[default_store()]
+    lacking = [rank for rank in dist.get_process_group_ranks(group) if rank not in known]
+    if not lacking:
+        return True
+    store = _store()
+    if seconds is None:
+        seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
+    if not await_keys(store, [str(rank) for rank in lacking], seconds, lambda waited: None):
+        return False
+    for rank in lacking:
+        known[rank] = Place(*wire.decode(store.get(str(rank))))
+    return True
+
+
+def _store() -> dist.Store:
+    return dist.PrefixStore("iris/places", shared_client(default_store()))
+
+
+def _is_fake(group: dist.ProcessGroup | None) -> bool:
+    """Whether the group is torch's for programs that are looked at in one process."""
+    return group is not None and dist.get_backend(group) == "fake"
 
 
 def _forget_destroyed_groups() -> None:

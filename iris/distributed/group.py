@@ -47,6 +47,11 @@ class ProcessGroupBase(dist.ProcessGroup):
         # Of messages to and from each peer on another host: the last one that has met it on the host, or is about to.
         self._connecting: dict[Any, Enqueued] = {}
 
+    @property
+    def has_context(self) -> bool:
+        """Whether there is one by now."""
+        return self._context is not None
+
     def context(self, device: torch.device, call: str = "context") -> Iris:
         """The group's context, on ``device``. The first call is collective over the group and blocks the host.
 
@@ -143,14 +148,7 @@ class ProcessGroupBase(dist.ProcessGroup):
 
         In the simulator messages have one, and collectives None.
         """
-        if device.type != "cuda":
-            return None if use == "collectives" else self._streams.setdefault(use, Stream())
-        stream = self._streams.get(use)
-        if not isinstance(stream, torch.cuda.Stream):
-            # Before computation that waits for a place as well: all other ranks wait for the last one.
-            stream = self._streams[use] = torch.cuda.Stream(device, priority=-1)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        return stream
+        return None if use == "collectives" and device.type != "cuda" else stream_of(self._streams, use, device)
 
     def keep_for(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
         """Their memory is not given to others before the stream is done, though they may die before."""
@@ -242,3 +240,15 @@ class ProcessGroupBase(dist.ProcessGroup):
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: there are none."""
+
+
+def stream_of(streams: dict[Any, torch.cuda.Stream | Stream], use: Any, device: torch.device) -> Any:
+    """That one of ``streams`` which is for some calls, behind what is on the current one; made at the first of them."""
+    if device.type != "cuda":
+        return streams.setdefault(use, Stream())
+    stream = streams.get(use)
+    if not isinstance(stream, torch.cuda.Stream):
+        # Before computation that waits for a place as well: all other ranks wait for the last one.
+        stream = streams[use] = torch.cuda.Stream(device, priority=-1)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream

@@ -51,13 +51,13 @@ class SymmetricMemory:
                 self.grow(self._pool.lacking(count, dtype))
         return self._pool.empty(count, dtype)
 
-    def grow(self, lacking: int) -> None:
-        """Get as much more memory as any rank lacks. Collective; blocks the host."""
+    def grow(self, lacking: int) -> bool:
+        """Get as much more memory as any rank lacks; whether there is more now. Collective; blocks the host."""
         comm = self._context.ccl.communicator()
         group = comm.workspace.group
         size = max(group.all_gather(lacking, f"call {self._calls} of allocate_tensor() of a process group"))
         if not size or not self._grows:
-            return
+            return False
         size = max(size, SMALLEST)
         try:
             region = mapping.create(
@@ -67,6 +67,7 @@ class SymmetricMemory:
             # On all ranks alike. Tensors without room are torch's, and take the way through staging.
             self._grows = False
             self._context.warning(f"This process group's tensors get no more symmetric memory: {error}")
-            return
+            return False
         comm.add_region(region)
         self._pool.add(region)
+        return True

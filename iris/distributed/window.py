@@ -31,6 +31,7 @@ from iris import observer, simulator
 from iris.ccl.queue import MAX_RANKS
 from iris.compat.c10d import unified_window
 from iris.distributed.calls import EnqueuedWork, SimulatedMessage
+from iris.distributed.group import stream_of
 from iris.errors import InvalidCollectiveError, names
 from iris.heap import describe_address
 from iris.heap.history import tensor_text
@@ -84,6 +85,8 @@ class Window:
         # By rank in the group.
         self._tensors: list[torch.Tensor] = []
         self._owned: torch.Tensor | None = None
+        # Its own, since what waits on one window may be what lets a wait on another end.
+        self._streams: dict[Any, torch.cuda.Stream | Stream] = {}
 
     def tensor_register(self, tensor: torch.Tensor, owning: bool = True) -> None:
         """Let peers reach ``tensor``, one of `ProcessGroup.allocate_tensor`. Collective; blocks the host.
@@ -113,10 +116,14 @@ class Window:
             )
         lacking = [rank for rank, (where, _) in zip(self._comm.ranks, everyones, strict=True) if where is None]
         if lacking:
-            memory.grow(tensor.nbytes)
+            instead = (
+                "There is now: make them anew, on all ranks."
+                if memory.grow(tensor.nbytes)
+                else "There will be no more of it, as a warning has said: let tensors die that the group has made."
+            )
             raise InvalidCollectiveError(
                 f"A window takes contiguous tensors of group.allocate_tensor(), and {names(lacking)} registered "
-                "others, or some for which there was no symmetric memory. There is now: make them anew, on all ranks."
+                f"others, or some for which there was no symmetric memory. {instead}"
             )
         self._tensors = [memory.peer(tensor, rank, *where) for rank, (where, _) in enumerate(everyones)]
         self._owned = tensor if owning else None
@@ -200,7 +207,7 @@ class Window:
         if not async_op:
             enqueue()
             return EnqueuedWork([], self._device)
-        stream = self._group.stream_for(("window", id(self), queue), self._device)
+        stream = stream_of(self._streams, queue, self._device)
         if isinstance(stream, Stream):
             enqueue, sign = observer.beside(call, stream, enqueue, in_thread=True)
             message = stream.enqueue(enqueue)

@@ -7,7 +7,7 @@ from torch.library import Library
 
 from iris.compat.inductor import add_graph_pass
 from iris.compat.inductor import graph_pass as inductor_pass
-from iris.distributed import contexts  # noqa: F401 (makes those of the groups that graphs name)
+from iris.distributed.contexts import say_place
 from iris.inductor import graph_pass, symm_mem
 from iris.inductor.report import FusionReport
 
@@ -26,15 +26,17 @@ def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
     and all_reduce; all_gather and a product; a product and reduce_scatter. `fusion_report` says what was. torch's own
     fused operators, `torch.ops.symm_mem.fused_all_gather_matmul` and its like, run on Iris then.
 
-    All ranks call it, since they have to compile the same graphs. When an operator first runs, the ranks of its group
-    meet on the host: run a model once before you capture it in a CUDA graph by hand, or `FirstUseInCaptureError` is
-    raised. The caller guarantees that weights are split evenly, so that all ranks have as many rows and columns, as the
-    operations of `ctx.ops` ask for. Sums are formed in float32 and rounded once, so results differ by rounding from
-    those of other back ends.
+    All ranks call it, since they have to compile the same graphs; behind torch.distributed.init_process_group() and
+    torch.cuda.set_device(), since it tells the others where this rank runs. When an operator first runs, the ranks of
+    its group meet on the host: run a model once before you capture it in a CUDA graph by hand, or
+    `FirstUseInCaptureError` is raised. Where weights are split unevenly, operators are a product and a collective, one
+    behind the other. Sums are formed in float32 and rounded once, so results differ by rounding from those of other
+    back ends.
     """
     if not _on:
         _on.extend(symm_mem.put_in_place())
-        add_graph_pass(graph_pass.search, graph_pass.IDENTITY)
+        add_graph_pass(graph_pass.search, graph_pass.identity)
+    say_place()
     if model is not None:
         model.compile()
     return model
@@ -46,7 +48,8 @@ def compile_options() -> dict[str, Any]:
     As `accelerate` does otherwise, but for torch's own fused operators. Passes over graphs that Inductor has by now run
     before.
     """
-    return {} if _on else {"post_grad_custom_pre_pass": inductor_pass(graph_pass.search, graph_pass.IDENTITY)}
+    say_place()
+    return {} if _on else {"post_grad_custom_pre_pass": inductor_pass(graph_pass.search, graph_pass.identity)}
 
 
 def fusion_report() -> FusionReport:

@@ -12,7 +12,18 @@ from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import c10d, value_of
-from iris.inductor.nodes import DEVICE, ancestors, arguments, aten, calls, place_of, waited
+from iris.distributed.contexts import why_no_context
+from iris.inductor.nodes import (
+    DEVICE,
+    ancestors,
+    arguments,
+    aten,
+    calls,
+    depends_on_data,
+    known_equal,
+    place_of,
+    waited,
+)
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import (
     Blocks,
@@ -66,7 +77,6 @@ def fuse(graph: Graph, report: FusionReport) -> None:
 def _largest(graph: Graph, found: dict[Node, Blocks | None]) -> Product | None:
     """The product with the most columns, the first of them in the graph."""
     products = {each.node: each for rows, how in found.items() for each in _products(rows, how)}
-    products = {node: each for node, each in products.items() if value_of(node).shape[1] != 0}
     in_order = [products[node] for node in graph.nodes if node in products] if products else []
     return max(in_order, key=lambda each: _known(value_of(each.node).shape[1]), default=None)
 
@@ -81,7 +91,7 @@ def _products(rows: Node, how: Blocks | None) -> list[Product]:
         if calls(user, aten.mm.default) and arguments(user)[0] is rows:
             found.append(Product(user, arguments(user)[1], None, how))
         elif calls(user, aten.addmm.default) and arguments(user)[1] is rows and not user.kwargs:
-            if value_of(arguments(user)[0]).shape == value_of(user).shape[1:]:
+            if known_equal(value_of(arguments(user)[0]).shape, value_of(user).shape[1:]):
                 found.append(Product(user, arguments(user)[2], arguments(user)[0], how))
     return found
 
@@ -98,16 +108,13 @@ def _kept(wait: Node | None, found: dict[Node, Blocks | None], product: Product 
         return f"there is a tensor of {others[0]}"
     if value_of(wait).device.type != DEVICE:
         return f"it is computed on {value_of(wait).device}"
+    if depends_on_data(wait):
+        return "an extent of what is gathered is computed from data"
     if any(wait in ancestors(each, wait) | {each} for each in tensors[1:]):
         return "the other matrix depends on what is gathered"
     if product.how is not None and not product.how.known:
         return "the extents of several dimensions are not known before it runs"
-    return None
-
-
-def _is_all_for(wait: Node, found: dict[Node, Blocks | None], product: Product) -> bool:
-    """Whether the product alone has the rows."""
-    return used_only_by(wait, product.node, _passed(found))
+    return why_no_context(arguments(wait.all_input_nodes[0])[-1])
 
 
 def _passed(found: dict[Node, Blocks | None]) -> set[Node]:
@@ -118,7 +125,8 @@ def _passed(found: dict[Node, Blocks | None]) -> set[Node]:
 def _replace(graph: Graph, wait: Node, found: dict[Node, Blocks | None], product: Product) -> None:
     gather = wait.all_input_nodes[0]
     input, _, group = arguments(gather)
-    alone, place, passed = _is_all_for(wait, found, product), product.node, _passed(found)
+    place, passed = product.node, _passed(found)
+    alone = used_only_by(wait, product.node, passed)
     if not alone:
         # Others have the rows, maybe before the product. So it goes where they are there, and what it needs before it.
         needed = {product.b, *ancestors(product.b, wait)}

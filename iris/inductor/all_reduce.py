@@ -5,8 +5,10 @@ from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import c10d, value_of
-from iris.inductor.nodes import DEVICE, arguments, aten, calls, only_user, place_of, reshaped_rows, waited
+from iris.distributed.contexts import why_no_context
+from iris.inductor.nodes import DEVICE, arguments, aten, calls, place_of, reshaped_rows, waited
 from iris.inductor.report import Fusion, FusionReport, where
+from iris.inductor.rows import used_only_by
 from iris.ops.call import WIDE
 
 PATTERN = "product + all_reduce"
@@ -15,23 +17,24 @@ PATTERN = "product + all_reduce"
 def fuse(graph: Graph, report: FusionReport) -> None:
     """Replace each such product and sum by one operator, in the place of the product."""
     for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-        product = arguments(node)[0]
+        product, passed = arguments(node)[0], set()
         while reshaped_rows(product):
+            passed.add(product)
             product = product.args[0]
-        kept = _kept(node, product)
+        kept = _kept(node, product, passed)
         report.append(Fusion(PATTERN, kept, where(node)))
         if kept is None:
             _replace(graph, node, product)
 
 
-def _kept(node: Node, product: Node) -> str | None:
-    """Why this all_reduce is not fused with what it sums."""
+def _kept(node: Node, product: Node, passed: set[Node]) -> str | None:
+    """Why this all_reduce is not fused with what it sums; ``passed``: the reshapes between."""
     if arguments(node)[1] != "sum":
         return f"the reduction is {node.args[1]!r}"
     if not calls(product, aten.mm.default):
         what = f"the result of {product.target}" if product.op == "call_function" else "an input of the graph"
         return f"what is summed is {what} and not of a product"
-    if not _is_all_for(product, node):
+    if not used_only_by(product, node, passed):
         return "the product is used elsewhere"
     if waited(node) is None:
         return "the sum is used before it is waited for"
@@ -39,17 +42,7 @@ def _kept(node: Node, product: Node) -> str | None:
         return f"the product is {value_of(product).dtype}"
     if value_of(product).device.type != DEVICE:
         return f"it is computed on {value_of(product).device}"
-    return None
-
-
-def _is_all_for(product: Node, node: Node) -> bool:
-    """Whether nothing but ``node`` uses the product, or its reshapes before."""
-    while product is not node:
-        following = only_user(product)
-        if following is None:
-            return False
-        product = following
-    return True
+    return why_no_context(arguments(node)[-1])
 
 
 def _replace(graph: Graph, node: Node, product: Node) -> None:

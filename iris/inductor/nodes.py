@@ -31,9 +31,47 @@ def is_tensor(node: Any) -> TypeGuard[Node]:
     return isinstance(node, Node) and isinstance(value_of(node), torch.Tensor)
 
 
+def known(condition: bool | torch.SymBool) -> bool:
+    """Whether this is true of extents, whatever they turn out to be.
+
+    Asking leaves no guard, which for a graph of gradients would come too late, and is no error where an extent is
+    computed from data. ``if x == y:`` would be both.
+    """
+    if isinstance(condition, bool):
+        return condition
+    # Whoever has symbols has imported this, which takes a second.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def known_equal(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether these are the same extents, whatever they turn out to be."""
+    return len(shape) == len(other) and all(known(n == m) for n, m in zip(shape, other, strict=True))
+
+
+def known_contiguous(value: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous, whatever its extents turn out to be."""
+    stride: Any = 1
+    for extent, its in reversed(list(zip(value.shape, value.stride(), strict=True))):
+        if not (known(its == stride) or known(extent == 1)):
+            return False
+        stride = stride * extent
+    return True
+
+
+def depends_on_data(node: Node) -> bool:
+    """Whether an extent of a node's result is computed from data, so that nothing is known of it."""
+    if all(isinstance(extent, int) for extent in value_of(node).shape):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(value_of(node).shape))
+
+
 def reshaped_rows(node: Any) -> TypeGuard[Node]:
     """Whether this is a reshape that leaves rows, which lie along the last dimension, as they are."""
-    return calls(node, RESHAPES) and value_of(node).shape[-1:] == value_of(arguments(node)[0]).shape[-1:]
+    return calls(node, RESHAPES) and known_equal(value_of(node).shape[-1:], value_of(arguments(node)[0]).shape[-1:])
 
 
 def users(node: Node, targets: Any) -> list[Node]:

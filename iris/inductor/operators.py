@@ -22,9 +22,26 @@ def all_reduce_add_rms_norm(
     return out
 
 
+@operator("all_reduce_add_rms_norm_by_row", writes=("residual",))
+def all_reduce_add_rms_norm_by_row(
+    a: Tensor, weight: Tensor, residual: Tensor, eps: float, ranks: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The same to fp8, with a scale for each row: the second result, ``[..., 1]``, float32."""
+    out, scales = _rows_and_scales(a, dtype)
+    context = cast(OperationsContext, find(ranks)[0])
+    context.ops.all_reduce_rms_norm(out, a, weight, eps, residual=residual, row_scales=scales)
+    return out, scales
+
+
+def _rows_and_scales(a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows = torch.empty_like(a, dtype=dtype, memory_format=torch.contiguous_format)
+    return rows, a.new_empty((*a.shape[:-1], 1), dtype=torch.float32)
+
+
 register_fake(
     all_reduce_add_rms_norm,
     lambda a, weight, residual, eps, ranks, dtype: torch.empty_like(
         a, dtype=dtype, memory_format=torch.contiguous_format
     ),
 )
+register_fake(all_reduce_add_rms_norm_by_row, lambda a, weight, residual, eps, ranks, dtype: _rows_and_scales(a, dtype))

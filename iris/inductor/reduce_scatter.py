@@ -7,7 +7,8 @@ from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import c10d, value_of
-from iris.inductor.nodes import DEVICE, arguments, aten, calls, place_of, reshaped_rows, waited
+from iris.distributed.contexts import why_no_context
+from iris.inductor.nodes import DEVICE, arguments, aten, calls, depends_on_data, place_of, reshaped_rows, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import (
     Blocks,
@@ -96,11 +97,13 @@ def _kept(node: Node, given: Scattered) -> str | None:
         return f"the product is {dtype}"
     if value_of(product).device.type != DEVICE:
         return f"it is computed on {value_of(product).device}"
+    if depends_on_data(node) or depends_on_data(product):
+        return "an extent of what is summed is computed from data"
     if op == "avg" and dtype == torch.float16:
         return "a sum of float16 may be too large where its mean is not"
     if given.how is not None and not given.how.known or given.extents is None:
         return "the extents of several dimensions are not known before it runs"
-    return None
+    return why_no_context(arguments(node)[-1])
 
 
 def _replace(graph: Graph, node: Node, given: Scattered) -> None:

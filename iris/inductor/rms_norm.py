@@ -12,6 +12,9 @@ from torch.fx import Graph, Node
 
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import c10d, value_of, writes
+from iris.distributed.contexts import why_no_context
+from iris.inductor import rows
+from iris.inductor.fp8 import Quantised, quantised
 from iris.inductor.nodes import (
     CONVERSIONS,
     DEVICE,
@@ -20,13 +23,15 @@ from iris.inductor.nodes import (
     aten,
     calls,
     is_tensor,
+    known_contiguous,
+    known_equal,
     only_user,
     place_of,
     reshaped_rows,
     users,
     waited,
 )
-from iris.inductor.operators import all_reduce_add_rms_norm
+from iris.inductor.operators import all_reduce_add_rms_norm, all_reduce_add_rms_norm_by_row
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.ops.call import WIDE
 from iris.ops.normalisation import MOST_COLUMNS
@@ -64,10 +69,11 @@ def fuse(graph: Graph, report: FusionReport) -> None:
         norm = None if total is None else _norm(total.x)
         if total is None or norm is None:
             continue
-        kept = _kept(total, norm)
-        report.append(Fusion(WITH_RESIDUAL if total.residual else PATTERN, kept, where(norm.result)))
+        kept, narrow = _kept(total, norm), quantised(norm.result)
+        pattern = (WITH_RESIDUAL if total.residual else PATTERN) + (" + fp8" if narrow else "")
+        report.append(Fusion(pattern, kept, where(norm.result)))
         if kept is None:
-            _replace(graph, total, norm)
+            _replace(graph, total, norm, narrow)
     graph.eliminate_dead_code()
 
 
@@ -85,7 +91,7 @@ def _sum(all_reduce: Node) -> Sum | None:
     add = only_user(added)
     if calls(add, aten.add.Tensor) and not add.kwargs:
         other = add.args[0] if add.args[1] is added else add.args[1]
-        if other is not added and is_tensor(other) and value_of(other).shape == value_of(added).shape:
+        if other is not added and is_tensor(other) and known_equal(value_of(other).shape, value_of(added).shape):
             return Sum(all_reduce, wait, added, other, add)
     return Sum(all_reduce, wait, added, None, added)
 
@@ -123,7 +129,7 @@ def _weighted(normalised: Node, eps: float) -> Norm | None:
     for each in (normalised, *users(normalised, CONVERSIONS)):
         for product in users(each, aten.mul.Tensor):
             weight = product.args[0] if product.args[1] is each else product.args[1]
-            if is_tensor(weight) and value_of(weight).shape == value_of(product).shape[-1:]:
+            if is_tensor(weight) and known_equal(value_of(weight).shape, value_of(product).shape[-1:]):
                 converted = only_user(product)
                 return Norm(weight, eps, converted if calls(converted, CONVERSIONS) else product)
     return None
@@ -152,27 +158,31 @@ def _kept(total: Sum, norm: Norm) -> str | None:
             return "the sum is used elsewhere, and no residual is added to it"
     elif value_of(total.residual).dtype != value_of(total.x).dtype:
         return f"the residual is {value_of(total.residual).dtype}, and with the sum {value_of(total.x).dtype}"
-    elif not value_of(total.residual).is_contiguous():
+    elif not known_contiguous(value_of(total.residual)):
         return "the residual is not contiguous"
-    return None
+    return why_no_context(arguments(total.all_reduce)[-1])
 
 
 # What comes in its place ---------------------------------------------------------------------------------------------
 
 
-def _replace(graph: Graph, total: Sum, norm: Norm) -> None:
+def _replace(graph: Graph, total: Sum, norm: Norm, narrow: Quantised | None) -> None:
     input, _, group = arguments(total.all_reduce)
     # What was reshaped behind the sum is reshaped before it.
     total.wait.replace_all_uses_with(input)
     graph.erase_node(total.wait)
     graph.erase_node(total.all_reduce)
     a = input if total.added is total.wait else total.added
-    ranks, dtype = name_of_process_group(group), value_of(norm.result).dtype
+    ranks, dtype = name_of_process_group(group), value_of(narrow.result if narrow else norm.result).dtype
     if total.residual is None:
         with graph.inserting_before(norm.result):
-            given = (a, norm.weight, None, norm.eps, ranks, None, dtype)
-            call = graph.call_function(torch.ops.iris.all_reduce_rms_norm.default, given)
-        _put(graph, call, (norm.result,))
+            if narrow is None:
+                given = (a, norm.weight, None, norm.eps, ranks, None, dtype)
+                call = rows.call(graph, torch.ops.iris.all_reduce_rms_norm.default, *given)
+            else:
+                of_fp8 = (a, norm.weight, None, norm.eps, ranks, dtype)
+                call = rows.call(graph, torch.ops.iris.all_reduce_rms_norm_by_row.default, *of_fp8)
+        _put(graph, call, {0: norm.result} if narrow is None else {0: narrow.result, 2: narrow.scale})
         return
     # A weight that is computed, as 1 + w is, may come behind the sum, whose users need the results before.
     needed = ancestors(norm.weight, total.x) | {norm.weight}
@@ -181,8 +191,10 @@ def _replace(graph: Graph, total: Sum, norm: Norm) -> None:
             total.x.prepend(node)
     with graph.inserting_before(total.x):
         named = dict(a=a, weight=norm.weight, residual=total.residual, eps=norm.eps, ranks=ranks, dtype=dtype)
-        call = writes(graph, all_reduce_add_rms_norm, named)
-    _put(graph, call, (norm.result, total.x))
+        operator_ = all_reduce_add_rms_norm_by_row if narrow else all_reduce_add_rms_norm
+        call = writes(graph, operator_, named)
+    results = [narrow.result, narrow.scale] if narrow else [norm.result]
+    _put(graph, call, dict(enumerate([*results, total.x])))
 
 
 def _between(first: Node, last: Node) -> list[Node]:
@@ -194,10 +206,11 @@ def _between(first: Node, last: Node) -> list[Node]:
     return nodes
 
 
-def _put(graph: Graph, call: Node, replaced: tuple[Node, ...]) -> None:
-    """Let the results of ``call`` be used where those nodes were."""
-    call.meta = {**place_of(replaced[0]), "val": tuple(value_of(each) for each in replaced)}
-    for index, node in enumerate(replaced):
+def _put(graph: Graph, call: Node, replaced: dict[int, Node]) -> None:
+    """Let the results of ``call``, by number, be used where those nodes were."""
+    values = call.meta.get("val", tuple(value_of(each) for each in replaced.values()))
+    call.meta = {**place_of(replaced[0]), "val": values}
+    for index, node in replaced.items():
         with graph.inserting_after(call):
             result = graph.call_function(operator.getitem, (call, index))
         result.meta = {**place_of(node), "val": value_of(node)}

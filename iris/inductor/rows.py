@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from iris.compat.inductor import value_of
-from iris.inductor.nodes import arguments, aten, calls, reshaped_rows, users
+from iris.inductor.nodes import arguments, aten, calls, known_equal, reshaped_rows, users
 
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
@@ -58,7 +58,7 @@ def rejoined(node: Any, size: int) -> Rejoined | None:
         return None
     source, along = arguments(split)[0], _dim(split, 2)
     extents, whole = [value_of(part).shape[along] for part in parts], value_of(source)
-    if any(extent != extents[0] for extent in extents) or whole.shape[along] != size * extents[0]:
+    if not known_equal([*extents, whole.shape[along]], [*[extents[0]] * size, size * extents[0]]):
         return None
     return Rejoined(source, along % whole.dim(), dim % whole.dim())
 

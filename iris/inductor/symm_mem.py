@@ -5,8 +5,8 @@ torch multiplies what that has gathered by the other matrices. A scatter is a `m
 
 Shapes, strides and dtypes of results are torch's. The dimension that is gathered, or scattered, becomes that of rows:
 it is moved to the front, and the result's back again. If it is the last, A is gathered by columns, and a sum is formed
-of the transpose. What Iris does not take torch carries as before: it depends on shapes, dtypes and options alone, so
-all ranks come to the same answer.
+of the transpose. What Iris does not take torch carries as before: it depends on shapes, dtypes and options alone, and
+on where all ranks run, so all come to the same answer.
 """
 
 from typing import Any, NamedTuple
@@ -19,9 +19,10 @@ from iris import simulator
 from iris.compat.c10d import group_named
 from iris.compat.fused_symm_mem import by_torch, dtypes_of, replace
 from iris.compat.scaled_mm import scaled_mm
-from iris.distributed.contexts import context_of
+from iris.distributed.contexts import context_of, why_no_context
 from iris.distributed.group import ProcessGroupBase
-from iris.ops.call import NARROW, WIDE
+from iris.ops.call import GATHERS_COLUMNS, GATHERS_ROWS, NARROW, WIDE, Call
+from iris.ops.named_ranks import multiply
 
 
 class Factor(NamedTuple):
@@ -40,7 +41,7 @@ def fused_all_gather_matmul(
 ) -> tuple[Tensor | None, list[Tensor]]:
     """The A of all ranks along ``gather_dim``, if asked for, and its products with each of ``Bs``."""
     size = _size(group_name)
-    if not Bs or not all(_fit(A, b, gather_dim, size, WIDE) for b in Bs):
+    if not Bs or why_no_context(group_name) or not all(_fit(A, b, gather_dim, size, WIDE) for b in Bs):
         return _by_torch("fused_all_gather_matmul", group_name, A, Bs, gather_dim, group_name, return_A=return_A)
     gathered, results = _gather(A, [Factor(b, b.dtype) for b in Bs], gather_dim, group_name, keep=return_A)
     return gathered if return_A else None, results
@@ -65,6 +66,7 @@ def fused_all_gather_scaled_matmul(
     fits = (
         len(lengths) == 1
         and Bs
+        and not why_no_context(group_name)
         and all(scale is None for scale in result_scales)
         and all(_fit(A, each.b, gather_dim, size, NARROW) and _can_scale(each) for each in factors)
         and gather_dim < A.dim() - 1
@@ -200,12 +202,12 @@ def _kind_of_scale(a: Tensor, scale: Tensor, gather_dim: int, size: int) -> str 
 
 
 def _scatters(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> bool:
-    """Whether this is a sum of products whose dimension can be shared among the ranks."""
+    """Whether this is a sum of products whose dimension can be shared among the ranks, who can have a context."""
     if a.dim() < 2 or b.dim() != 2 or not 0 <= scatter_dim < a.dim() or reduce_op not in ("sum", "avg"):
         return False
     shared = b.shape[1] if scatter_dim == a.dim() - 1 else a.shape[scatter_dim]
     fits = a.shape[-1] == b.shape[0] and a.dtype == b.dtype
-    return fits and b.shape[1] > 0 and shared % _size(group_name) == 0
+    return fits and b.shape[1] > 0 and shared % _size(group_name) == 0 and not why_no_context(group_name)
 
 
 def _as(rows: Tensor, shape: tuple[int, ...]) -> Tensor | None:
@@ -243,16 +245,8 @@ def _gather(
     # What hides most of the transfer is the largest product.
     largest = max(factors, key=lambda each: each.b.shape[1])
     fused = shard.new_empty(rows, largest.b.shape[1], dtype=largest.dtype)
-    context.ops.all_gather_matmul(
-        fused,
-        shard,
-        largest.b,
-        largest.bias,
-        gather_dim="k" if by_columns else "m",
-        gathered=gathered,
-        scale_a=scale,
-        scale_b=largest.scale,
-    )
+    name = GATHERS_COLUMNS if by_columns else GATHERS_ROWS
+    multiply(context, Call(name, fused, shard, largest.b, largest.bias, scale, largest.scale, gathered))
     results = [fused if each is largest else _multiply(gathered, each, scale) for each in factors]
 
     def back(result: Tensor) -> Tensor:
@@ -309,11 +303,12 @@ def _scatter(
     if by_columns:
         result = rows.new_empty(len(rows), columns // size, dtype=dtype)
         # The columns of the product are the rows of its transpose.
-        context.ops.matmul_reduce_scatter(result.t(), factor.b.t(), rows.t(), scale_a=factor.scale, scale_b=scale)
+        call = Call("matmul_reduce_scatter", result.t(), factor.b.t(), rows.t(), None, factor.scale, scale)
     else:
         result = rows.new_empty(len(rows) // size, columns, dtype=dtype)
         shape[0] //= size
-        context.ops.matmul_reduce_scatter(result, rows, factor.b, scale_a=scale, scale_b=factor.scale)
+        call = Call("matmul_reduce_scatter", result, rows, factor.b, None, scale, factor.scale)
+    multiply(context, call)
     if reduce_op == "avg":
         result = result.div_(size).to(factor.dtype)
     whole = result.view(*shape, result.shape[1])

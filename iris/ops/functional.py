@@ -5,6 +5,9 @@ They name their ranks by a string, as those of `iris.ccl.functional` do:
     ranks = iris.ccl.functional.name_of(ctx)
     y = functional.all_gather_matmul(x, weight, None, ranks)     # also torch.ops.iris.all_gather_matmul
 
+Products are fused where all ranks' ``b`` have one shape. They compare these on the host at the first call with a new
+one; where they differ, product and collective come one behind the other.
+
 Gradients are fused operations too: what gathers in one direction scatters sums in the other. Every rank calls backward.
 
 Under ``torch.autocast`` a product is one of its dtype, as ``torch.nn.functional.linear`` is: of matrices that are not
@@ -25,9 +28,9 @@ from iris.ccl import functional as collectives
 from iris.ccl.functional import size_of
 from iris.errors import InvalidCollectiveError
 from iris.operators.registration import LIBRARY, operator
-from iris.ops.call import WIDE
+from iris.ops.call import WIDE, Call
 from iris.ops.experts_functional import experts_mlp as experts_mlp
-from iris.ops.named_ranks import context_named
+from iris.ops.named_ranks import context_named, multiply
 from iris.ops.norm_operators import all_reduce_rms_norm as all_reduce_rms_norm
 from iris.ops.norm_operators import all_reduce_rms_norm_by_row as all_reduce_rms_norm_by_row
 
@@ -68,7 +71,7 @@ def all_gather_matmul(
     """The rows of all ranks' ``a``, times ``b``: ``(M / W, K)``, ``(K, N)`` → ``(M, N)``."""
     context = context_named(ranks)
     out = _out("all_gather_matmul", a, b, context.num_ranks, dtype)
-    context.ops.all_gather_matmul(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
+    multiply(context, Call("all_gather_matmul", out, a, b, bias, scale_a, scale_b))
     return out
 
 
@@ -89,7 +92,7 @@ def all_gather_matmul_return_a(
     """
     context = context_named(ranks)
     out, gathered = _out_and_a("all_gather_matmul", a, b, context.num_ranks, dtype)
-    context.ops.all_gather_matmul(out, a, b, bias, gathered=gathered, scale_a=scale_a, scale_b=scale_b)
+    multiply(context, Call("all_gather_matmul", out, a, b, bias, scale_a, scale_b, gathered))
     return out, gathered
 
 
@@ -106,7 +109,7 @@ def all_gather_matmul_k(
     """The columns of all ranks' ``a``, times ``b``: ``(M, K / W)``, ``(K, N)`` → ``(M, N)``."""
     context = context_named(ranks)
     out = _out("all_gather_matmul_k", a, b, context.num_ranks, dtype)
-    context.ops.all_gather_matmul(out, a, b, bias, gather_dim="k", scale_a=scale_a, scale_b=scale_b)
+    multiply(context, Call("all_gather_matmul_k", out, a, b, bias, scale_a, scale_b))
     return out
 
 
@@ -123,7 +126,7 @@ def matmul_all_gather(
     """The rows of every rank's ``a b``: ``(M, K)``, ``(K, N)`` → ``(W * M, N)``."""
     context = context_named(ranks)
     out = _out("matmul_all_gather", a, b, context.num_ranks, dtype)
-    context.ops.matmul_all_gather(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
+    multiply(context, Call("matmul_all_gather", out, a, b, bias, scale_a, scale_b))
     return out
 
 
@@ -140,7 +143,7 @@ def matmul_reduce_scatter(
     """This rank's rows of the sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M / W, N)``."""
     context = context_named(ranks)
     out = _out("matmul_reduce_scatter", a, b, context.num_ranks, dtype)
-    context.ops.matmul_reduce_scatter(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
+    multiply(context, Call("matmul_reduce_scatter", out, a, b, bias, scale_a, scale_b))
     return out
 
 
@@ -157,7 +160,7 @@ def matmul_all_reduce(
     """The sum of all ranks' ``a b``: ``(M, K)``, ``(K, N)`` → ``(M, N)``."""
     context = context_named(ranks)
     out = _out("matmul_all_reduce", a, b, context.num_ranks, dtype)
-    context.ops.matmul_all_reduce(out, a, b, bias, scale_a=scale_a, scale_b=scale_b)
+    multiply(context, Call("matmul_all_reduce", out, a, b, bias, scale_a, scale_b))
     return out
 
 

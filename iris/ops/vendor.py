@@ -175,6 +175,11 @@ _OPERATIONS = {
 }
 
 
+def in_steps(context: CollectivesContext, call: Call) -> None:
+    """The product and the collective, also where ranks differ in what is not moved, for which no kernel is made."""
+    _OPERATIONS[call.name](context, call, FusedConfig(variant="vendor"))
+
+
 def refusal(call: Call, config: FusedConfig, field: str) -> str | None:
     """As `Algorithm.problem`, of a configuration that takes the vendor's GEMM by this field."""
     why = problem(call)

@@ -90,19 +90,26 @@ def check_own_gpus(placements: Sequence[Placement]) -> None:
             )
 
 
+def gpus_out_of_reach(device: torch.device) -> list[str]:
+    """The GPUs that this process sees and whose memory ``device`` cannot access, by their UUIDs."""
+    if device.type == "cpu":
+        return []
+    others = [number for number in range(torch.cuda.device_count()) if number != device.index]
+    return [
+        str(torch.cuda.get_device_properties(number).uuid)
+        for number in others
+        if not torch.cuda.can_device_access_peer(device.index, number)
+    ]
+
+
 def check_peer_access(placements: Sequence[Placement], rank: int, device: torch.device) -> None:
     """Raise `NoPeerAccessError` if the GPU of ``rank`` cannot reach that of a peer on its host, as far as this process
     can see it."""
-    if device.type == "cpu":
-        return
-    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    out_of_reach = gpus_out_of_reach(device)
     unreachable = [
         peer
         for peer, placement in enumerate(placements)
-        if placement.host == placements[rank].host
-        and placement.gpu in visible
-        and placement.gpu != placements[rank].gpu
-        and not torch.cuda.can_device_access_peer(device.index, visible[placement.gpu])
+        if placement.host == placements[rank].host and placement.gpu in out_of_reach
     ]
     if unreachable:
         raise NoPeerAccessError(

@@ -1,5 +1,7 @@
 """Windows of a process group: a rank puts into the tensors of others, and signals."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,6 +56,8 @@ def around(ctx, async_op):
     if hasattr(torch._C._distributed_c10d, "WindowAttr"):
         assert window.get_attr(after).access_type == torch._C._distributed_c10d.WindowAccessType.UNIFIED
     dist.barrier(group=group)
+    # Streams are the window's, and end with it.
+    assert set(group._streams) <= {"collectives"}
     window.tensor_deregister()
     with pytest.raises(InvalidCollectiveError, match="has no tensor"):
         window.put(kept, after, 0)
@@ -74,6 +78,9 @@ def refused(ctx):
     tensor = group.allocate_tensor(COUNT, dtype=torch.float32, device=ctx.device)
     with pytest.raises(InvalidCollectiveError, match=r"rank 1 registered others.*make them anew"):
         group.new_window(torch.zeros_like(tensor) if rank else tensor)
+    with mock.patch.object(group.memory(ctx.device), "grow", return_value=False):
+        with pytest.raises(InvalidCollectiveError, match=r"rank 1 registered others.*no more of it"):
+            group.new_window(torch.zeros_like(tensor) if rank else tensor)
     with pytest.raises(InvalidCollectiveError, match=r"the ranks register float32\[1000\], float32\[999\]"):
         group.new_window(tensor[rank:])
     window = group.new_window(tensor)

@@ -135,6 +135,91 @@ def test_gradients_are_those_without_the_operator(ranks, norm):
     ranks.run(compare_gradients, norm)
 
 
+FP8 = torch.float8_e4m3fn
+
+
+def by_token(rows):
+    """As torchao writes it."""
+    scale = rows.abs().amax(-1, keepdim=True).to(torch.float32).clamp(min=1e-12) / 448.0
+    return (rows.to(torch.float32) / scale).clamp(-448.0, 448.0).to(FP8), scale
+
+
+def of_wide_rows(rows):
+    wide = rows.float()
+    scale = (wide.abs().amax(dim=-1, keepdim=True) * (1 / 448.0)).clamp(min=1e-14)
+    return (wide / scale).to(FP8), scale
+
+
+def with_rows_besides(rows):
+    narrow, scale = by_token(rows)
+    return narrow, scale, rows
+
+
+def by_tensor(rows):
+    scale = rows.abs().amax().float().clamp(min=1e-12) / 448.0
+    return (rows.float() / scale).to(FP8), scale
+
+
+def without_bound(rows):
+    """A row of zeros becomes one of NaN."""
+    scale = rows.abs().amax(-1, keepdim=True).float() / 448.0
+    return (rows.float() / scale).to(FP8), scale
+
+
+def cut_off(rows):
+    scale = rows.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / 448.0
+    return (rows.float() / scale).clamp(-240.0, 240.0).to(FP8), scale
+
+
+# Whether the rows become fp8 in the operator.
+QUANTISED = {by_token: True, of_wide_rows: True}
+QUANTISED |= dict.fromkeys([with_rows_besides, by_tensor, without_bound, cut_off], False)
+
+
+def compare_quantised(ctx, quantise, norm, with_residual):
+    group, report = dist.new_group(backend="cuda:iris"), FusionReport()
+
+    def layer(part, residual, weight):
+        x = functional(part, group)
+        if residual is None:
+            return quantise(norm(x, weight))
+        x = residual + x
+        return *quantise(norm(x, weight)), x
+
+    fused = compiled(layer, report)
+    with torch.no_grad():
+        for turn in range(2):
+            parts, residual, weight = values(ctx, torch.bfloat16, turn)
+            given = residual if with_residual else None
+            narrow, scale, *rest = fused(parts[ctx.cur_rank], given, weight)
+            out, x = reference(parts, given, weight)
+            assert narrow.dtype == FP8 and scale.dtype == torch.float32
+            if quantise is not cut_off:
+                # Half of the distance between two numbers of fp8, beside what bf16 rounds.
+                torch.testing.assert_close(narrow.double() * scale, out, rtol=1 / 16 + 0.02, atol=0.02)
+            if with_residual:
+                torch.testing.assert_close(rest[-1].double(), x, rtol=0.02, atol=0.02)
+            if QUANTISED[quantise]:
+                torch.testing.assert_close(scale.double(), out.abs().amax(-1, keepdim=True) / 448, rtol=0.02, atol=0)
+    pattern = "all_reduce + residual + RMSNorm" if with_residual else "all_reduce + RMSNorm"
+    expect(report, {pattern + " + fp8" * QUANTISED[quantise]: 1})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("with_residual", [True, False], ids=["residual", "alone"])
+@pytest.mark.parametrize(
+    ("quantise", "norm"),
+    [
+        (by_token, of_torch),
+        (of_wide_rows, weight_last),
+        (without_bound, of_torch),
+        *(pytest.param(each, of_torch, marks=pytest.mark.thorough) for each in (with_rows_besides, by_tensor, cut_off)),
+    ],
+)
+def test_rows_that_become_fp8(ranks, quantise, norm, with_residual):
+    ranks.run(compare_quantised, quantise, norm, with_residual)
+
+
 def weighted(total, weight, mean, eps):
     wide = total.float()
     return (wide * torch.rsqrt(mean(wide.square()) + eps) * weight).to(total.dtype)
