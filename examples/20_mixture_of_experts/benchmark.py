@@ -1,0 +1,153 @@
+"""A mixture of experts, served and trained: see README.md. -m: sequences, -n: tokens of a prompt, -k: tokens behind it."""
+
+import sys
+from pathlib import Path
+
+import click
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from workload import SIMULATED, Workload, command, report, share, trace, validated  # noqa: E402
+from wrapper import CONFIGS, Server, Trainer, to_serve, to_train, whole  # noqa: E402
+
+import iris  # noqa: E402
+from iris.bench.model.cases import WIDER, compared  # noqa: E402
+
+MODEL, LAYERS = ("tiny", 2) if SIMULATED else ("qwen3-30b-a3b", 4)
+
+
+def main(
+    ctx: iris.Iris, workload: Workload, model: str = MODEL, layers: int = LAYERS, communication: str = "iris"
+) -> None:
+    share(workload.m, ctx, "-m")
+    config = CONFIGS[model].__class__(**CONFIGS[model].to_dict() | {"num_hidden_layers": layers})
+    for name in ("num_attention_heads", "num_key_value_heads", "num_experts"):
+        share(getattr(config, name), ctx, f"{name} of {model}")
+    title = f"{model}, {layers} layers, {communication}"
+    serve(ctx, workload, config, communication, title)
+    train(ctx, workload, config, communication, title)
+    if workload.validate:
+        validated(ctx, f"Mixture of experts, {title}", workload)
+
+
+def random_tokens(ctx: iris.Iris, config, seed: int, *shape: int) -> torch.Tensor:
+    """The same on all ranks."""
+    generator = torch.Generator(ctx.device).manual_seed(seed)
+    return torch.randint(config.vocab_size, shape, generator=generator, device=ctx.device)
+
+
+def serve(ctx: iris.Iris, workload: Workload, config, communication: str, title: str) -> None:
+    sequences, length, count, dtype = workload.m, workload.n, workload.k, workload.dtype
+    model = to_serve(whole(config, dtype, ctx.device), ctx.num_ranks, communication)
+    server = Server(model, sequences, length + count)
+    prompts = random_tokens(ctx, config, 0, sequences, length)
+    server.start(prompts)
+    server.capture()
+    if workload.validate:
+        of_one, exact = (whole(config, dtype, ctx.device).to(each).eval() for each in (dtype, WIDER[dtype]))
+
+        def check(tokens: torch.Tensor, logits: torch.Tensor, where: str) -> None:
+            """``[sequences, steps, vocabulary]`` with those behind the last steps' tokens, of one process."""
+            with torch.no_grad():
+                found = [one(tokens, logits_to_keep=logits.shape[1]).logits for one in (of_one, exact)]
+            judge(ctx, dtype, where, logits, *found)
+
+        for round in range(workload.rounds):
+            tokens, logits = random_tokens(ctx, config, round, sequences, length), []
+            server.start(tokens)
+            for _ in range(count):
+                logits.append(server.logits.clone())
+                tokens = torch.cat((tokens, server.tokens), dim=1)
+                server.step()
+            logits.append(server.logits.clone())
+            check(tokens, torch.stack(logits, dim=1), f"behind prompts and {count} more tokens, round {round}")
+        # transformers' own loop, which compiles steps with CUDA graphs on GPUs.
+        found = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=count + 1, do_sample=False,
+            cache_implementation="static", output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        check(found.sequences[:, :-1], torch.stack(found.logits, dim=1), "by generate()")
+    if workload.trace:
+        server.start(prompts)
+        trace(ctx, workload, lambda: (server.rewind(length), server.enqueue_step()))
+    if workload.benchmark:
+
+        def step_again() -> None:
+            server.rewind(length)
+            server.step()
+
+        server.start(prompts)
+        calls = {"a step": step_again, "prompts": lambda: server.start(prompts)}
+        speeds(ctx, title, calls, {"a step": sequences, "prompts": prompts.numel()})
+
+
+def train(ctx: iris.Iris, workload: Workload, config, communication: str, title: str) -> None:
+    sequences, length, dtype = workload.m, workload.n, workload.dtype
+    trainer = Trainer(to_train(whole(config, dtype, ctx.device), ctx.num_ranks, communication))
+
+    def batch(round: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of all ranks, and of this one."""
+        tokens = random_tokens(ctx, config, 1000 + round, sequences, length)
+        return tokens, tokens.chunk(ctx.num_ranks)[ctx.get_rank()].contiguous()
+
+    if workload.validate:
+        of_one, exact = (Trainer(whole(config, dtype, ctx.device).to(each)) for each in (dtype, WIDER[dtype]))
+        for round in range(workload.rounds):
+            tokens, mine = batch(round)
+            losses = [trainer.step(mine), of_one.step(tokens), exact.step(tokens)]
+            # Each rank's is the mean over its own tokens, of which all have as many.
+            every_rank = [ctx.broadcast(losses[0].item(), rank) for rank in range(ctx.num_ranks)]
+            losses[0] = losses[0].new_tensor(sum(every_rank) / ctx.num_ranks)
+            judge(ctx, dtype, f"the loss of round {round}", *losses)
+            if round:
+                continue  # Parameters differ in their last bits from here on.
+            mine, *others = (each.gradients() for each in (trainer, of_one, exact))
+            for name, gradient in mine.items():
+                judge(ctx, dtype, f"the gradient of {name}", gradient, *(each[name] for each in others))
+        del of_one, exact
+    if workload.benchmark:
+        tokens, mine = batch(0)
+        speeds(ctx, f"{title}, training", {"a step": lambda: trainer.step(mine)}, {"a step": tokens.numel()})
+
+
+def judge(
+    ctx: iris.Iris, dtype: torch.dtype, where: str, result: torch.Tensor, of_one: torch.Tensor, exact: torch.Tensor
+) -> None:
+    """Raise `AssertionError` unless a result is as near the exact one as that of one process in ``dtype``.
+
+    Both errors are relative to all that is compared, as a root of mean squares. Rounding may have a token choose another
+    expert, in the one as in the other, so single elements may be far off.
+    """
+    error, error_of_one = (
+        torch.linalg.vector_norm(each.to(exact.dtype) - exact).div(torch.linalg.vector_norm(exact)).item()
+        for each in (result, of_one)
+    )
+    if reason := compared(error, error_of_one, dtype).reason:
+        raise AssertionError(f"Wrong data on rank {ctx.get_rank()}, {where}: {reason}.")
+
+
+def speeds(ctx: iris.Iris, title: str, calls: dict, tokens: dict[str, int]) -> None:
+    """Time the calls, and print how many tokens a second each takes in."""
+    times = report(ctx, f"{title}, {ctx.num_ranks} ranks", calls, eager=True)
+    if ctx.get_rank() == 0:
+        for name, number in tokens.items():
+            print(f"{title}, {name}: {1e6 * number / times[name]:.0f} tokens a second")
+
+
+def room(workload: Workload, num_ranks: int) -> int:
+    """Nothing: the library has memory of its own."""
+    return 0
+
+
+OPTIONS = (
+    click.option("--model", type=click.Choice(list(CONFIGS)), default=MODEL, show_default=True),
+    click.option("--layers", type=click.IntRange(1), default=LAYERS, show_default=True),
+    click.option(
+        "--with", "communication", type=click.Choice(["iris", "nccl"]), default="iris", show_default=True,
+        help="nccl: Gloo in the simulator, by transformers' own collectives.",
+    ),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    command(main, on_gpus=(16, 512, 32), simulated=(6, 6, 2), room=room, options=OPTIONS)
