@@ -1,4 +1,4 @@
-"""A mixture of experts, served and trained: see README.md. -m: sequences, -n: tokens of a prompt, -k: tokens behind it."""
+"""A mixture of experts, served and trained: see README.md. -m: sequences, -n: a prompt's tokens, -k: those behind."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from workload import SIMULATED, Workload, command, report, share, trace, validated  # noqa: E402
-from wrapper import CONFIGS, Server, Trainer, to_serve, to_train, whole  # noqa: E402
+from wrapper import CONFIGS, Server, Trainer, by_one_process, to_serve, to_train, whole  # noqa: E402
 
 import iris  # noqa: E402
 from iris.bench.model.cases import WIDER, compared  # noqa: E402
@@ -45,7 +45,7 @@ def serve(ctx: iris.Iris, workload: Workload, config, communication: str, title:
     server.start(prompts)
     server.capture()
     if workload.validate:
-        of_one, exact = (whole(config, dtype, ctx.device).to(each).eval() for each in (dtype, WIDER[dtype]))
+        of_one, exact = (by_one_process(config, dtype, ctx.device).to(each).eval() for each in (dtype, WIDER[dtype]))
 
         def check(tokens: torch.Tensor, logits: torch.Tensor, where: str) -> None:
             """``[sequences, steps, vocabulary]`` with those behind the last steps' tokens, of one process."""
@@ -92,7 +92,7 @@ def train(ctx: iris.Iris, workload: Workload, config, communication: str, title:
         return tokens, tokens.chunk(ctx.num_ranks)[ctx.get_rank()].contiguous()
 
     if workload.validate:
-        of_one, exact = (Trainer(whole(config, dtype, ctx.device).to(each)) for each in (dtype, WIDER[dtype]))
+        of_one, exact = (Trainer(by_one_process(config, dtype, ctx.device).to(each)) for each in (dtype, WIDER[dtype]))
         for round in range(workload.rounds):
             tokens, mine = batch(round)
             losses = [trainer.step(mine), of_one.step(tokens), exact.step(tokens)]
@@ -116,8 +116,8 @@ def judge(
 ) -> None:
     """Raise `AssertionError` unless a result is as near the exact one as that of one process in ``dtype``.
 
-    Both errors are relative to all that is compared, as a root of mean squares. Rounding may have a token choose another
-    expert, in the one as in the other, so single elements may be far off.
+    Both errors are relative to all that is compared, as a root of mean squares. Rounding may have a token choose
+    another expert, in the one as in the other, so single elements may be far off.
     """
     error, error_of_one = (
         torch.linalg.vector_norm(each.to(exact.dtype) - exact).div(torch.linalg.vector_norm(exact)).item()

@@ -12,7 +12,7 @@ from transformers.distributed import DistributedConfig
 from iris.integrations.transformers import register, tp_plan
 from iris.simulator import ACTIVE as SIMULATED
 
-# Of Qwen3-30B-A3B, from the config.json of its checkpoint; and one for the simulator, which 1, 2, 3 or 6 ranks can share.
+# Of Qwen3-30B-A3B, from its checkpoint's config.json; and one for the simulator, which 1, 2, 3 or 6 ranks can share.
 CONFIGS = {
     "qwen3-30b-a3b": Qwen3MoeConfig(
         vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
@@ -27,11 +27,16 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def whole(config: Qwen3MoeConfig, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """The model that every rank would hold by itself: random weights, the same on all."""
+def whole(config: Qwen3MoeConfig, dtype: torch.dtype, device: torch.device, **options) -> torch.nn.Module:
+    """Random weights, the same on all ranks."""
     torch.manual_seed(0)
     with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+
+
+def by_one_process(config: Qwen3MoeConfig, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """To compare with: the same model, whose experts compute one by one."""
+    return whole(config, dtype, device, experts_implementation="eager")
 
 
 def to_serve(model: torch.nn.Module, num_ranks: int, communication: str) -> torch.nn.Module:

@@ -154,7 +154,10 @@ def measure(
         for case in sorted(cases, key=lambda case: case.mode == "train"):
             # Whose tensors and graphs are gone when it returns.
             kind = Training if case.mode == "train" else Inference
-            found = _side_by_side(ctx, kind(ctx, case, maker, decoders), by)
+            suitable = {way: each for way, each in by.items() if WAYS[way].suits(case.mode, dimensions)}
+            for each in suitable.values():
+                each.prepare(dimensions, case.tokens_of_rank(ctx.num_ranks), dtype)
+            found = _side_by_side(ctx, kind(ctx, case, maker, decoders), suitable)
             ctx.ops.close()
             ctx.ccl.release_graphs()
             # Of what it has compiled for this case: it compiles a function for a few cases only, and then refuses.
