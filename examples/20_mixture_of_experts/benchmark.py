@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from workload import SIMULATED, Workload, command, report, share, trace, validated  # noqa: E402
-from wrapper import CONFIGS, Server, Trainer, by_one_process, to_serve, to_train, whole  # noqa: E402
+from wrapper import CONFIGS, Server, Trainer, by_one_process, context_of_experts, to_serve, to_train, whole  # noqa: E402
 
 import iris  # noqa: E402
 from iris.bench.model.cases import WIDER, compared  # noqa: E402
@@ -21,14 +21,14 @@ def main(
     ctx: iris.Iris, workload: Workload, model: str = MODEL, layers: int = LAYERS, communication: str = "iris"
 ) -> None:
     share(workload.m, ctx, "-m")
+    if workload.trace and (communication != "iris" or ctx.num_ranks == 1):
+        raise SystemExit("A trace has what ranks do by Iris: record it --with iris, of two ranks or more.")
     config = CONFIGS[model].__class__(**CONFIGS[model].to_dict() | {"num_hidden_layers": layers})
     for name in ("num_attention_heads", "num_key_value_heads", "num_experts"):
         share(getattr(config, name), ctx, f"{name} of {model}")
     title = f"{model}, {layers} layers, {communication}"
     serve(ctx, workload, config, communication, title)
     train(ctx, workload, config, communication, title)
-    if workload.validate:
-        validated(ctx, f"Mixture of experts, {title}", workload)
 
 
 def random_tokens(ctx: iris.Iris, config, seed: int, *shape: int) -> torch.Tensor:
@@ -68,9 +68,10 @@ def serve(ctx: iris.Iris, workload: Workload, config, communication: str, title:
             cache_implementation="static", output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         check(found.sequences[:, :-1], torch.stack(found.logits, dim=1), "by generate()")
+        validated(ctx, f"{title}, served", workload)
     if workload.trace:
         server.start(prompts)
-        trace(ctx, workload, lambda: (server.rewind(length), server.enqueue_step()))
+        trace(context_of_experts(model), workload, lambda: (server.rewind(length), server.enqueue_step()))
     if workload.benchmark:
 
         def step_again() -> None:
@@ -106,6 +107,7 @@ def train(ctx: iris.Iris, workload: Workload, config, communication: str, title:
             for name, gradient in mine.items():
                 judge(ctx, dtype, f"the gradient of {name}", gradient, *(each[name] for each in others))
         del of_one, exact
+        validated(ctx, f"{title}, trained", workload)
     if workload.benchmark:
         tokens, mine = batch(0)
         speeds(ctx, f"{title}, training", {"a step": lambda: trainer.step(mine)}, {"a step": tokens.numel()})

@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
 from transformers.distributed import DistributedConfig
 
+import iris
+from iris.distributed.contexts import context_of
 from iris.integrations.transformers import register, tp_plan
 from iris.simulator import ACTIVE as SIMULATED
 
@@ -61,6 +63,12 @@ def cut(model: torch.nn.Module, **parallel) -> torch.nn.Module:
     register()
     config, _, mesh = model.prepare_distribute_model(DistributedConfig(**parallel))
     return model.maybe_distribute_model(model, config, mesh)
+
+
+def context_of_experts(model: torch.nn.Module) -> iris.Iris:
+    """By which tokens reach the experts of a model that was cut with Iris. The first call is collective."""
+    weight = model.model.layers[0].mlp.experts.gate_up_proj
+    return context_of(weight.device_mesh.get_group(), weight.device)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

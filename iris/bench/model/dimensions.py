@@ -38,8 +38,8 @@ class Dimensions(NamedTuple):
 
 
 # From the config.json of checkpoints: Llama 3.1; Qwen3-30B-A3B, but for its norms of queries and keys; DeepSeek-V3, but
-# with grouped-query attention, and of its 58 layers with experts the 4 that two GPUs have room for beside one process' in
-# float32. And two for the simulator, which 1, 2, 3 or 6 ranks can share.
+# with grouped-query attention, and 4 of its 58 layers with experts: two GPUs have room for no more, and for what they
+# are compared with. And two for the simulator, which 1, 2, 3 or 6 ranks can share.
 MODELS = {
     "llama-8b": Dimensions(32, 4096, 32, 8, 128, 14336, 128256),
     "llama-70b": Dimensions(80, 8192, 64, 8, 128, 28672, 128256),
