@@ -27,8 +27,11 @@ def main(
     for name in ("num_attention_heads", "num_key_value_heads", "num_experts"):
         share(getattr(config, name), ctx, f"{name} of {model}")
     title = f"{model}, {layers} layers, {communication}"
-    serve(ctx, workload, config, communication, title)
+    served = to_serve(whole(config, workload.dtype, ctx.device), ctx.num_ranks, communication)
+    serve(ctx, workload, served, title)
     train(ctx, workload, config, communication, title)
+    if workload.validate:
+        generate(ctx, workload, served, title)
 
 
 def random_tokens(ctx: iris.Iris, config, seed: int, *shape: int) -> torch.Tensor:
@@ -37,50 +40,56 @@ def random_tokens(ctx: iris.Iris, config, seed: int, *shape: int) -> torch.Tenso
     return torch.randint(config.vocab_size, shape, generator=generator, device=ctx.device)
 
 
-def serve(ctx: iris.Iris, workload: Workload, config, communication: str, title: str) -> None:
-    sequences, length, count, dtype = workload.m, workload.n, workload.k, workload.dtype
-    model = to_serve(whole(config, dtype, ctx.device), ctx.num_ranks, communication)
+def serve(ctx: iris.Iris, workload: Workload, model: torch.nn.Module, title: str) -> None:
+    sequences, length, count = workload.m, workload.n, workload.k
     server = Server(model, sequences, length + count)
-    prompts = random_tokens(ctx, config, 0, sequences, length)
-    server.start(prompts)
+    server.start(random_tokens(ctx, model.config, 0, sequences, length))
     server.capture()
     if workload.validate:
-        of_one, exact = (by_one_process(config, dtype, ctx.device).to(each).eval() for each in (dtype, WIDER[dtype]))
-
-        def check(tokens: torch.Tensor, logits: torch.Tensor, where: str) -> None:
-            """``[sequences, steps, vocabulary]`` with those behind the last steps' tokens, of one process."""
-            with torch.no_grad():
-                found = [one(tokens, logits_to_keep=logits.shape[1]).logits for one in (of_one, exact)]
-            judge(ctx, dtype, where, logits, *found)
-
+        found = []
         for round in range(workload.rounds):
-            tokens, logits = random_tokens(ctx, config, round, sequences, length), []
+            tokens, logits = random_tokens(ctx, model.config, round, sequences, length), []
             server.start(tokens)
             for _ in range(count):
                 logits.append(server.logits.clone())
                 tokens = torch.cat((tokens, server.tokens), dim=1)
                 server.step()
-            logits.append(server.logits.clone())
-            check(tokens, torch.stack(logits, dim=1), f"behind prompts and {count} more tokens, round {round}")
-        # transformers' own loop, which compiles steps with CUDA graphs on GPUs.
-        found = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=count + 1, do_sample=False,
-            cache_implementation="static", output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
-        check(found.sequences[:, :-1], torch.stack(found.logits, dim=1), "by generate()")
+            found.append((tokens, torch.stack((*logits, server.logits.clone()), dim=1)))
+        check(ctx, workload.dtype, model.config, found, "in graphs")
         validated(ctx, f"{title}, served", workload)
+    prompts = random_tokens(ctx, model.config, 0, sequences, length)
+    server.start(prompts)
+
+    def step_again() -> None:
+        server.rewind(length)
+        server.step()
+
     if workload.trace:
-        server.start(prompts)
         trace(context_of_experts(model), workload, lambda: (server.rewind(length), server.enqueue_step()))
     if workload.benchmark:
-
-        def step_again() -> None:
-            server.rewind(length)
-            server.step()
-
-        server.start(prompts)
         calls = {"a step": step_again, "prompts": lambda: server.start(prompts)}
         speeds(ctx, title, calls, {"a step": sequences, "prompts": prompts.numel()})
+
+
+def generate(ctx: iris.Iris, workload: Workload, model: torch.nn.Module, title: str) -> None:
+    """transformers' own loop, which on GPUs compiles steps and has them in CUDA graphs."""
+    prompts = random_tokens(ctx, model.config, 0, workload.m, workload.n)
+    found = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=workload.k + 1, do_sample=False,
+        cache_implementation="static", output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    found = found.sequences[:, :-1], torch.stack(found.logits, dim=1)
+    check(ctx, workload.dtype, model.config, [found], "by generate()")
+    validated(ctx, f"{title}, generate()", workload)
+
+
+@torch.no_grad()
+def check(ctx: iris.Iris, dtype: torch.dtype, config, found: list, where: str) -> None:
+    """Of tokens ``[sequences, T]`` and the logits behind the last few of them, ``[sequences, steps, vocabulary]``."""
+    of_one, exact = (by_one_process(config, dtype, ctx.device).to(each).eval() for each in (dtype, WIDER[dtype]))
+    for round, (tokens, logits) in enumerate(found):
+        others = [one(tokens, logits_to_keep=logits.shape[1]).logits for one in (of_one, exact)]
+        judge(ctx, dtype, f"behind tokens {where}, round {round}", logits, *others)
 
 
 def train(ctx: iris.Iris, workload: Workload, config, communication: str, title: str) -> None:

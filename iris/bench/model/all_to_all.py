@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from iris.bench.model.communication import ByTorch
-from iris.bench.model.experts import Experts
+from iris.bench.model.experts import Experts, inverse
 
 
 class ByAllToAll(ByTorch):
@@ -22,12 +22,13 @@ class ByAllToAll(ByTorch):
         dist.all_to_all_single(theirs, counts, group=self.group)
         counts, theirs = (each.view(self.num_ranks, experts.num_local) for each in (counts, theirs))
         sent, got = torch.stack((counts.sum(1), theirs.sum(1))).tolist()
-        received = _Exchanged.apply(rows[order // experts.top_k], sent, got, self.group)
+        of_choices = rows.index_select(0, order // experts.top_k)
+        received = _Exchanged.apply(of_choices, sent, got, self.group)
         # They lie by rank, and by expert among those of a rank.
-        expert = torch.arange(experts.num_local, device=rows.device).repeat(self.num_ranks)
-        by_expert = expert.repeat_interleave(theirs.flatten(), output_size=sum(got)).argsort(stable=True)
-        made = experts.multiply(received[by_expert], theirs.sum(0).cumsum(0).to(torch.int32))
-        back = torch.zeros_like(made).index_copy(0, by_expert, made)
+        expert = experts.local.repeat(self.num_ranks).repeat_interleave(theirs.flatten(), output_size=sum(got))
+        by_expert = expert.argsort(stable=True)
+        made = experts.multiply(received.index_select(0, by_expert), theirs.sum(0).cumsum(0).to(torch.int32))
+        back = made.index_select(0, inverse(by_expert))
         return experts.add_up(_Exchanged.apply(back, got, sent, self.group), order, gates)
 
 

@@ -41,15 +41,18 @@ class Experts(torch.nn.Module):
     experts_up: Tensor
     experts_down: Tensor
     preferences: Tensor
+    local: Tensor
 
     def __init__(self, dimensions: Dimensions, weights: ExpertWeights, share: Share) -> None:
         super().__init__()
         self.top_k = dimensions.top_k
         self.num_local = dimensions.experts // share.num_ranks
-        self.first_expert = share.rank * self.num_local
+        self.num_experts, self.first_expert = dimensions.experts, share.rank * self.num_local
         for name in ("router", "experts_up", "experts_down"):
             self.register_parameter(name, torch.nn.Parameter(getattr(weights, name), requires_grad=False))
         self.register_buffer("preferences", weights.preferences, persistent=False)
+        local = torch.arange(self.num_local, device=weights.router.device)
+        self.register_buffer("local", local, persistent=False)
 
     def route(self, rows: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """The experts of tokens, int64 ``[M, K]``, and their weights in the sums, float32 or wider ``[M, K]``.
@@ -66,14 +69,15 @@ class Experts(torch.nn.Module):
 
         The host knows no count: there is room for all choices, and those of other ranks' experts are behind all others.
         """
-        expert = ids.flatten() - self.first_expert
-        expert = torch.where((expert >= 0) & (expert < self.num_local), expert, self.num_local)
-        expert, order = expert.sort(stable=True)
-        ends = torch.searchsorted(expert, torch.arange(self.num_local, device=rows.device), right=True).to(torch.int32)
+        # Counted from the first one that is here, round to those before it.
+        expert, order = ((ids.flatten() - self.first_expert) % self.num_experts).sort(stable=True)
+        ends = torch.searchsorted(expert, self.local, right=True, out_int32=True)
         here = (expert < self.num_local)[:, None]
+        of_choices = rows.index_select(0, order // self.top_k)
         # Products leave out the rows behind all, forward and backward, so that there may be anything in them.
-        sorted_rows = torch.where(here, rows[order // self.top_k], 0)
-        return self.add_up(torch.where(here, self.multiply(sorted_rows, ends), 0), order, gates)
+        if of_choices.requires_grad:
+            of_choices = torch.where(here, of_choices, 0)
+        return self.add_up(torch.where(here, self.multiply(of_choices, ends), 0), order, gates)
 
     def multiply(self, rows: Tensor, ends: Tensor) -> Tensor:
         """What experts make of their rows, ``[R, hidden]`` each, which end where ``ends``, int32 ``[E / W]``, says."""
@@ -89,7 +93,7 @@ class Experts(torch.nn.Module):
 
     def add_up(self, y: Tensor, order: Tensor, gates: Tensor) -> Tensor:
         """``[M * K, hidden]`` of choices, in the order of ``order``, times their weights: sums over tokens' choices."""
-        of_choices = torch.zeros_like(y).index_copy(0, order, y).view(*gates.shape, -1)
+        of_choices = y.index_select(0, inverse(order)).view(*gates.shape, -1)
         return (of_choices * gates.to(y.dtype)[..., None]).sum(1)
 
 
@@ -97,6 +101,11 @@ def swiglu(inside: Tensor) -> Tensor:
     """Of ``[M, 2 N]``, gates first: ``[M, N]``."""
     gate, up = inside.chunk(2, 1)
     return silu(gate) * up
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Where each place is in a permutation, int64 ``[N]``."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def has_grouped_products(rows: Tensor) -> bool:
