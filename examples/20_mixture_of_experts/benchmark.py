@@ -1,5 +1,6 @@
 """A mixture of experts, served and trained: see README.md. -m: sequences, -n: a prompt's tokens, -k: those behind."""
 
+import copy
 import sys
 from pathlib import Path
 
@@ -23,13 +24,15 @@ def main(
     share(workload.m, ctx, "-m")
     if workload.trace and (communication != "iris" or ctx.num_ranks == 1):
         raise SystemExit("A trace has what ranks do by Iris: record it --with iris, of two ranks or more.")
-    config = CONFIGS[model].__class__(**CONFIGS[model].to_dict() | {"num_hidden_layers": layers})
+    config = copy.deepcopy(CONFIGS[model])
+    config.num_hidden_layers = layers
     for name in ("num_attention_heads", "num_key_value_heads", "num_experts"):
         share(getattr(config, name), ctx, f"{name} of {model}")
     title = f"{model}, {layers} layers, {communication}"
     served = to_serve(whole(config, workload.dtype, ctx.device), ctx.num_ranks, communication)
     serve(ctx, workload, served, title)
-    train(ctx, workload, config, communication, title)
+    if workload.validate or workload.benchmark:
+        train(ctx, workload, config, communication, title)
     if workload.validate:
         generate(ctx, workload, served, title)
 
@@ -75,9 +78,14 @@ def generate(ctx: iris.Iris, workload: Workload, model: torch.nn.Module, title: 
     """transformers' own loop, which on GPUs compiles steps and has them in CUDA graphs."""
     prompts = random_tokens(ctx, model.config, 0, workload.m, workload.n)
     found = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=workload.k + 1, do_sample=False,
-        cache_implementation="static", output_logits=True, return_dict_in_generate=True,
-    )  # fmt: skip
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=workload.k + 1,
+        do_sample=False,
+        cache_implementation="static",
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     found = found.sequences[:, :-1], torch.stack(found.logits, dim=1)
     check(ctx, workload.dtype, model.config, [found], "by generate()")
     validated(ctx, f"{title}, generate()", workload)
@@ -155,10 +163,14 @@ OPTIONS = (
     click.option("--model", type=click.Choice(list(CONFIGS)), default=MODEL, show_default=True),
     click.option("--layers", type=click.IntRange(1), default=LAYERS, show_default=True),
     click.option(
-        "--with", "communication", type=click.Choice(["iris", "nccl"]), default="iris", show_default=True,
+        "--with",
+        "communication",
+        type=click.Choice(["iris", "nccl"]),
+        default="iris",
+        show_default=True,
         help="nccl: Gloo in the simulator, by transformers' own collectives.",
     ),
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     command(main, on_gpus=(16, 512, 32), simulated=(6, 6, 2), room=room, options=OPTIONS)

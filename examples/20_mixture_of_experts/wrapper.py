@@ -17,16 +17,35 @@ from iris.simulator import ACTIVE as SIMULATED
 # Of Qwen3-30B-A3B, from its checkpoint's config.json; and one for the simulator, which 1, 2, 3 or 6 ranks can share.
 CONFIGS = {
     "qwen3-30b-a3b": Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
-        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
-        norm_topk_prob=True, rope_theta=1e6, max_position_embeddings=40960,
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        rope_theta=1e6,
+        max_position_embeddings=40960,
     ),
     "tiny": Qwen3MoeConfig(
-        vocab_size=60, hidden_size=48, intermediate_size=48, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=6, head_dim=8, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
-        norm_topk_prob=True, max_position_embeddings=64,
+        vocab_size=60,
+        hidden_size=48,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        head_dim=8,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
     ),
-}  # fmt: skip
+}
 
 
 def whole(config: Qwen3MoeConfig, dtype: torch.dtype, device: torch.device, **options) -> torch.nn.Module:

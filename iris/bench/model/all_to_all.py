@@ -14,6 +14,8 @@ from iris.bench.model.experts import Experts, inverse
 
 
 class ByAllToAll(ByTorch):
+    """`ByTorch`, but for mixtures of experts."""
+
     def mixture(self, rows: Tensor, experts: Experts) -> Tensor:
         ids, gates = experts.route(rows, self.group.rank() * len(rows))
         number, order = ids.flatten().sort(stable=True)

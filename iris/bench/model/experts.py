@@ -37,6 +37,8 @@ def draw_preferences(experts: int, generator: torch.Generator) -> Tensor:
 
 
 class Experts(torch.nn.Module):
+    """Those of a rank, and the router, which all ranks have."""
+
     router: Tensor
     experts_up: Tensor
     experts_down: Tensor
