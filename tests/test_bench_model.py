@@ -52,6 +52,9 @@ OF_EXPERTS = (CASES, ASKED) if EVERYTHING else ([Case("train", 2, 3)], ["iris fu
     ],
 )
 def test_each_way_gives_what_one_process_gives(ranks, model, dimensions, cases, ways, dtype, tmp_path):
+    if dimensions.experts and dtype != "bfloat16":
+        # torch's products of experts are compiled in bf16 alone.
+        ways = [way for way in ways if way != "nccl compiled"]
     written = ranks.run(measured, model, dimensions, cases, ways, dtype, tmp_path)[0]
     assert written["num_ranks"] == ranks.num_ranks
     rows = [measure.Row(**row) for row in written["rows"]]
@@ -171,8 +174,8 @@ def test_experts_of_ranks_add_up():
             gate, up = (whole.experts_up[expert] @ rows[token]).chunk(2)
             expected[token] += weight * (whole.experts_down[expert] @ (torch.nn.functional.silu(gate) * up))
     torch.testing.assert_close(sum(part.of_local_experts(rows, ids, gates) for part in parts), expected)
-    grouped = sum(part.float().of_local_experts(rows.float(), ids, gates.float()) for part in parts)
-    torch.testing.assert_close(grouped.double(), expected, rtol=1e-4, atol=1e-4)
+    grouped = sum(part.bfloat16().of_local_experts(rows.bfloat16(), ids, gates).double() for part in parts)
+    assert (grouped - expected).norm() < 0.02 * expected.norm()
 
 
 def test_more_tokens_than_choices_are_drawn_for():

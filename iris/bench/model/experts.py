@@ -111,6 +111,5 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def has_grouped_products(rows: Tensor) -> bool:
-    """Whether torch multiplies groups of such rows without the host: on GPUs in the type that its kernels are for."""
-    narrow = rows.dtype is torch.bfloat16 if rows.is_cuda else rows.dtype is not torch.float64
-    return narrow and hasattr(torch.nn.functional, "grouped_mm")
+    """Whether torch multiplies groups of such rows without the host: from 2.10 on, in the type that it compiles."""
+    return rows.dtype is torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
