@@ -15,18 +15,20 @@ from iris.bench.model.cases import Case
 from iris.bench.model.communication import Alone
 from iris.bench.model.decoder import rotations, visible
 from iris.bench.model.dimensions import MODELS, Share
+from iris.bench.model.experts import MOST_TOKENS
 from iris.bench.model.ways import BY_DEFAULT, FLOOR, WAYS, Way
 from iris.bench.model.weights import Maker
 
 TINY = MODELS["tiny"]
+MIXTURE = MODELS["tiny-moe"]._replace(**({} if EVERYTHING else {"layers": 1}))
 # Of those that are compiled the first call takes most of the time.
 ASKED = [way for way in BY_DEFAULT if WAYS[way].compiler is None or EVERYTHING]
 CASES = [Case("decode", 3, 5), Case("prefill", 4, 3), Case("train", 2, 6)]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def measured(ctx, dtype, folder):
-    wrong = model_command.run_on_rank("tiny", TINY, CASES, tuple(ASKED), dtype, folder)
+def measured(ctx, model, dimensions, cases, ways, dtype, folder):
+    wrong = model_command.run_on_rank(model, dimensions, cases, tuple(ways), dtype, folder)
     assert not wrong, wrong
     # Each rank of torchrun has a folder of its own.
     if ctx.cur_rank:
@@ -36,33 +38,48 @@ def measured(ctx, dtype, folder):
     return json.loads(file.read_text())
 
 
+OF_EXPERTS = (CASES, ASKED) if EVERYTHING else ([Case("train", 2, 3)], ["iris fused"])
+
+
 @pytest.mark.ranks(1, 2, 3) if EVERYTHING else pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", DTYPES if EVERYTHING else ["bfloat16"])
-def test_each_way_gives_what_one_process_gives(ranks, dtype, tmp_path):
-    written = ranks.run(measured, dtype, tmp_path)[0]
+@pytest.mark.parametrize(
+    ("model", "dimensions", "cases", "ways"),
+    [
+        ("tiny", TINY, CASES, ASKED),
+        ("tiny-moe", MIXTURE, *OF_EXPERTS),
+        pytest.param("no-shared-expert", MIXTURE._replace(intermediate=0), CASES, ASKED, marks=pytest.mark.thorough),
+    ],
+)
+def test_each_way_gives_what_one_process_gives(ranks, model, dimensions, cases, ways, dtype, tmp_path):
+    if dimensions.experts and dtype != "bfloat16":
+        # torch's products of experts are compiled in bf16 alone.
+        ways = [way for way in ways if way != "nccl compiled"]
+    written = ranks.run(measured, model, dimensions, cases, ways, dtype, tmp_path)[0]
     assert written["num_ranks"] == ranks.num_ranks
     rows = [measure.Row(**row) for row in written["rows"]]
     assert [(row.mode, row.sequences, row.context, row.way) for row in rows] == [
-        (*case, way) for case in CASES for way in ASKED
+        (*case, way) for case in cases for way in ways if WAYS[way].suits(case.mode, dimensions)
     ]
     for row in rows:
-        assert (row.model, row.layers, row.dtype, row.reason) == ("tiny", TINY.layers, dtype, "")
+        assert (row.model, row.layers, row.dtype, row.reason) == (model, dimensions.layers, dtype, "")
         compared = row.way != FLOOR or ranks.num_ranks == 1
         assert (row.error is not None) == compared
         assert row.error is None or row.error <= 2 * row.error_of_one + torch.finfo(DTYPES[dtype]).eps
-        tokens = {"decode": 3, "prefill": 12, "train": 12}[row.mode]
+        tokens = Case(row.mode, row.sequences, row.context).tokens
         assert row.tokens_per_second == pytest.approx(1e6 * tokens / row.microseconds)
 
 
-def accelerated(ctx):
-    rows = list(measure.measure(ctx, "tiny", TINY, CASES, ["iris accelerate"], torch.bfloat16))
+def accelerated(ctx, dimensions):
+    rows = list(measure.measure(ctx, "tiny", dimensions, CASES, ["iris accelerate"], torch.bfloat16))
     return [row.reason for row in rows]
 
 
 @pytest.mark.thorough
 @pytest.mark.ranks(2)
-def test_what_is_accelerated_gives_what_one_process_gives(ranks):
-    assert ranks.run(accelerated) == [[""] * len(CASES)] * ranks.num_ranks
+@pytest.mark.parametrize("dimensions", [TINY, MIXTURE], ids=["tiny", "tiny-moe"])
+def test_what_is_accelerated_gives_what_one_process_gives(ranks, dimensions):
+    assert ranks.run(accelerated, dimensions) == [[""] * len(CASES)] * ranks.num_ranks
 
 
 @pytest.mark.thorough
@@ -139,6 +156,32 @@ def test_ranks_have_parts_of_one_model():
     assert torch.equal(layer.gate_up, torch.cat([torch.cat(each, 1) for each in zip(*gates_and_ups, strict=True)], 1))
     cache, *of_ranks = (next(maker.full_caches(2, 3)) for maker in (whole, *parts))
     assert torch.equal(cache, torch.cat(of_ranks, 2))
+
+
+def test_experts_of_ranks_add_up():
+    """Each rank's part of the sums, of choices that are all other experts, in whatever way it multiplies."""
+    whole, *parts = (
+        Maker(MIXTURE, share, torch.bfloat16, torch.float64, torch.device("cpu")).layer(0).experts
+        for share in (Share(), Share(0, 2), Share(1, 2))
+    )
+    rows = torch.randn(7, MIXTURE.hidden, dtype=torch.float64)
+    ids, gates = whole.route(rows, 3)
+    assert all(len(set(of_token)) == MIXTURE.top_k for of_token in ids.tolist())
+    assert torch.equal(ids[2:], whole.route(rows[2:], 5)[0])  # which depend on the number of a token alone
+    expected = torch.zeros_like(rows)
+    for token, (of_token, weights) in enumerate(zip(ids, gates, strict=True)):
+        for expert, weight in zip(of_token, weights, strict=True):
+            gate, up = (whole.experts_up[expert] @ rows[token]).chunk(2)
+            expected[token] += weight * (whole.experts_down[expert] @ (torch.nn.functional.silu(gate) * up))
+    torch.testing.assert_close(sum(part.of_local_experts(rows, ids, gates) for part in parts), expected)
+    grouped = sum(part.bfloat16().of_local_experts(rows.bfloat16(), ids, gates).double() for part in parts)
+    assert (grouped - expected).norm() < 0.02 * expected.norm()
+
+
+def test_more_tokens_than_choices_are_drawn_for():
+    what = "--model", "tiny-moe", "--mode", "decode", "--batch", f"8,{MOST_TOKENS + 1}"
+    result = CliRunner().invoke(commands, ["bench", "model", *what])
+    assert result.exit_code == 2 and f"A decode of {MOST_TOKENS + 1} tokens is too much" in result.output
 
 
 def test_a_picture_compares_ways_with_the_first(tmp_path):

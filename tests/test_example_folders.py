@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
-from example_folders import EXAMPLES, imported
+from example_folders import EXAMPLES, imported, skip_without_packages
 from hesitation import hesitant
 from preloaded import LIMIT_S, python
 from workload import SIMULATED, Workload, check, size_of_sums
@@ -29,7 +29,10 @@ SIZES = {
     "16_moe_dispatch_combine": (13, 48, 12),
     "17_tensor_parallel_mlp": (13 * 6, 17 * 6, 44),
     "18_tensor_parallel_decoder": (3, 6, 2),
+    "20_mixture_of_experts": (6, 5, 1),
 }
+# To import transformers takes longer than other examples.
+LONG = {"20_mixture_of_experts": pytest.mark.thorough}
 BF16, FP32 = torch.bfloat16, torch.float32
 # Tensor cores by hand, which have no float32.
 HALF_PRECISION = {"07_gemm_all_scatter/gluon"}
@@ -44,8 +47,9 @@ def run_example(ctx, folder, sizes, dtype):
 
 @pytest.mark.ranks(1, 2, 3) if EVERYTHING else pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [BF16, FP32] if EVERYTHING else [BF16], ids=str)
-@pytest.mark.parametrize("folder", SIZES)
+@pytest.mark.parametrize("folder", [pytest.param(each, marks=LONG.get(each, ())) for each in SIZES])
 def test_example(ranks, folder, dtype):
+    skip_without_packages(folder)
     if dtype == FP32 and folder in HALF_PRECISION:
         dtype = torch.float16
     ranks.run(run_example, folder, SIZES[folder], dtype)
@@ -60,6 +64,18 @@ def run_decoder(ctx, communication):
 @pytest.mark.parametrize("communication", ["nccl", pytest.param("iris", marks=pytest.mark.thorough)])
 def test_a_decoder_is_compared_with_others(ranks, communication):
     ranks.run(run_decoder, communication)
+
+
+def run_mixture(ctx, communication):
+    with imported("20_mixture_of_experts") as example:
+        example.main(ctx, Workload(2, 4, 1, FP32, rounds=2), communication=communication)
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2)
+def test_a_mixture_is_compared_with_others(ranks):
+    skip_without_packages("20_mixture_of_experts")
+    ranks.run(run_mixture, "nccl")
 
 
 def few_numbers(ctx, folder, sizes):
@@ -171,6 +187,7 @@ def test_program():
 @pytest.mark.parametrize("folder", SIZES if EVERYTHING else ["07_gemm_all_scatter/gluon"])
 def test_benchmark_alone(folder):
     """Times, and not a word of data, which nobody has compared."""
+    skip_without_packages(folder)
     sizes = SIZES[folder]
     output = run_program(folder, "--benchmark", *(f"-{name}{size}" for name, size in zip("mnk", sizes, strict=True)))
     assert "of the first's time" in output and ("simulator" in output) == SIMULATED

@@ -19,6 +19,8 @@ from iris.bench.model.dimensions import MODELS, Share  # noqa: E402
 from iris.bench.model.ways import WAYS  # noqa: E402
 from iris.bench.model.weights import Maker  # noqa: E402
 
+# Those without experts, which example 20 has.
+DENSE = [name for name, dimensions in MODELS.items() if not dimensions.experts]
 MODEL = "tiny" if SIMULATED else "llama-8b"
 # What the ranks communicate with: NCCL (Gloo in the simulator), Iris as torch's backend, or Iris' fused operations.
 WITH = {"nccl": "nccl", "iris": "iris backend", "fused": "iris fused"}
@@ -103,7 +105,7 @@ def room(workload: Workload, num_ranks: int) -> int:
 
 
 OPTIONS = (
-    click.option("--model", type=click.Choice(list(MODELS)), default=MODEL, show_default=True),
+    click.option("--model", type=click.Choice(DENSE), default=MODEL, show_default=True),
     click.option("--layers", type=click.IntRange(1), help="How many; all of the model's if not given."),
     click.option(
         "--with", "communication", type=click.Choice(list(WITH)), default="fused", show_default=True,

@@ -14,6 +14,7 @@ from iris.bench import plots, ranks
 from iris.bench.model import measure as measuring
 from iris.bench.model.cases import MODES, Case
 from iris.bench.model.dimensions import MODELS, Dimensions
+from iris.bench.model.experts import MOST_TOKENS
 from iris.bench.model.ways import BY_DEFAULT, WAYS
 from iris.bench.report import save_rows
 from iris.ccl.select import name_of_ranks
@@ -61,6 +62,8 @@ def run(
     for case in cases:
         if problem := case.problem(num_ranks):
             raise click.UsageError(f"--prompts {prompts} --context {context} cannot be measured: {problem}.")
+        if dimensions.experts and case.tokens > MOST_TOKENS:
+            raise click.UsageError(f"A {case.mode} of {case.tokens} tokens is too much: give {MOST_TOKENS} at most.")
     ranks.measure(num_ranks, run_on_rank, model, dimensions, cases, tuple(ways or BY_DEFAULT), dtype, out)
 
 
@@ -78,7 +81,8 @@ def run_on_rank(
         name = f"model_{model}_{name_of_ranks(ctx.num_local_ranks, ctx.num_hosts)}"
         console = Console(stderr=True, quiet=ctx.get_rank() > 0)
         with Progress(console=console) as progress:
-            task = progress.add_task("model", total=len(cases) * len(ways))
+            measured = sum(WAYS[way].suits(case.mode, dimensions) for case in cases for way in ways)
+            task = progress.add_task("model", total=measured)
             for row in measuring.measure(ctx, model, dimensions, cases, ways, getattr(torch, dtype)):
                 rows.append(row)
                 progress.update(task, advance=1)

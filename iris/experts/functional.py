@@ -167,11 +167,16 @@ def _combine_back(ctx: Any, of_out: Tensor) -> tuple:
     y, topk_ids, *given = ctx.saved_tensors
     weights = given[0] if given else torch.ones_like(topk_ids, dtype=torch.float32)
     rows, _, _, places, of_rows = _dispatch(of_out.contiguous(), topk_ids, weights, ctx.experts, ctx.layout)
-    to_y = (rows.float() * of_rows.view(*rows.shape[:-1], 1)).to(y.dtype)
+    to_y = scaled(rows, of_rows.view(rows.shape[:-1]))
     if not ctx.weighted:
         return to_y, None, None, None, None
-    products = (y.float() * rows.float()).sum(dim=-1).flatten()
+    products = (y * rows).sum(dim=-1, dtype=torch.float32).flatten()
     return to_y, None, to_choices(products, places, topk_ids.shape[0], ctx.experts), None, None
+
+
+def scaled(rows: Tensor, factors: Tensor) -> Tensor:
+    """Rows times a float32 factor each, in one pass over them: rounded once, to their dtype."""
+    return torch.mul(rows, factors[..., None], out=torch.empty_like(rows))
 
 
 def to_choices(of_rows: Tensor, places: Tensor, tokens: int, experts: str) -> Tensor:

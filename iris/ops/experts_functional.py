@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.library import register_autograd, register_fake
+from torch.nn.functional import silu
 
 from iris.errors import InvalidExpertsError
 from iris.experts import functional as exchange
@@ -99,27 +100,32 @@ def _backward(
 
     hidden = multiply(rows, w_up.transpose(1, 2))
     to_down = multiply(of_rows, w_down)
-    value, of_hidden = activate(hidden, factors[:, None] * to_down.float(), activation)
+    value, of_hidden = activate(hidden, exchange.scaled(to_down, factors), activation)
     of_x = exchange._combine(multiply(of_hidden, w_up), topk_ids, exchange.first_choices(topk_ids), experts, LAYOUT)
     of_weights, of_up, of_down = x.new_empty(0, dtype=torch.float32), x.new_empty(0), x.new_empty(0)
     if topk_weights is not None:
-        products = (value.float() * to_down.float()).sum(dim=-1)
+        products = (value * to_down).sum(dim=-1, dtype=torch.float32)
         of_weights = exchange.to_choices(products, places, len(topk_ids), experts)
     if trains:
-        of_down = sums_of_groups((factors[:, None] * of_rows.float()).to(x.dtype), value, offsets)
+        of_down = sums_of_groups(exchange.scaled(of_rows, factors), value, offsets)
         of_up = sums_of_groups(of_hidden, rows, offsets)
     return of_x, of_weights, of_up, of_down
 
 
 def activate(hidden: Tensor, of_value: Tensor, activation: str | None) -> tuple[Tensor, Tensor]:
-    """The activation's value, and the gradient of what it is of, from that of its value, float32."""
+    """The activation's value, and the gradient of what it is of, from that of its value.
+
+    Each step rounds to the dtype of the rows, as torch's own backward does: rows are many, and wider ones take several
+    times as long.
+    """
     if activation is None:
-        return hidden, of_value.to(hidden.dtype)
-    gate, up = hidden.float().chunk(2, dim=1)
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    of_gate = of_value * up * (sigmoid + silu * (1 - sigmoid))
-    return (silu * up).to(hidden.dtype), torch.cat([of_gate, of_value * silu], dim=1).to(hidden.dtype)
+        return hidden, of_value
+    of_hidden = torch.empty_like(hidden)
+    (gate, up), (of_gate, of_up) = hidden.chunk(2, dim=1), of_hidden.chunk(2, dim=1)
+    value = silu(gate)
+    torch.mul(of_value, value, out=of_up)
+    torch.ops.aten.silu_backward.grad_input(of_value * up, gate, grad_input=of_gate)
+    return value.mul_(up), of_hidden
 
 
 def sums_of_groups(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:

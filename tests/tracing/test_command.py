@@ -7,6 +7,7 @@ from collections import defaultdict
 import pytest
 from conftest import TESTS, UNDER_TORCHRUN, import_path
 from covering import EVERYTHING
+from example_folders import skip_without_packages
 from preloaded import LIMIT_S, python
 
 from iris import simulator
@@ -30,6 +31,7 @@ GEMMS = {
     "14_all_gather_gemm": (256, 256, 64),
     "17_tensor_parallel_mlp": (48, 96, 64),
     "18_tensor_parallel_decoder": (2, 6, 2),
+    "20_mixture_of_experts": (2, 4, 1),
 }
 
 pytestmark = [
@@ -122,6 +124,7 @@ def test_perfettos_own_parser_reads_it(tmp_path):
 
 @pytest.mark.parametrize("example", GEMMS if EVERYTHING else ["10_gemm_all_scatter_wg_specialization"])
 def test_an_example_traces_itself(example, tmp_path):
+    skip_without_packages(example)
     sizes = [f"-{name}{size}" for name, size in zip("mnk", GEMMS[example], strict=True)]
     result = run(EXAMPLES / example / "benchmark.py", *sizes, "--trace", tmp_path / "t.json", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -129,7 +132,7 @@ def test_an_example_traces_itself(example, tmp_path):
     flows = check_format(trace)
     names = {event["name"] for event in trace["traceEvents"] if event["ph"] == "X"}
     assert (tmp_path / "t.svg").exists()
-    if example in ("17_tensor_parallel_mlp", "18_tensor_parallel_decoder"):
+    if example in ("17_tensor_parallel_mlp", "18_tensor_parallel_decoder", "20_mixture_of_experts"):
         # Here torch multiplies, and collectives send messages, to which no flow leads.
         assert names == {"store", "wait"} and not flows
     else:

@@ -33,6 +33,10 @@ class Case(NamedTuple):
         """That one call takes in."""
         return self.sequences * (1 if self.mode == "decode" else self.context)
 
+    def tokens_of_rank(self, num_ranks: int) -> int:
+        """That a rank has outside of products; those of a step all ranks have."""
+        return self.tokens if self.mode == "decode" else self.tokens // num_ranks
+
     def problem(self, num_ranks: int) -> str:
         """Why so many ranks cannot share it, in words; empty if they can."""
         if self.mode != "decode" and self.tokens % num_ranks:

@@ -12,9 +12,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.nn.functional import rms_norm
 
+from iris.bench.model.dimensions import Dimensions
+from iris.bench.model.experts import Experts
 from iris.ccl.functional import name_of
 from iris.compat import functional_collectives
 from iris.context import Iris
+from iris.experts import ExpertParallel, ExpertsConfig
+from iris.experts import functional as experts_functional
 from iris.ops import functional
 
 
@@ -36,9 +40,22 @@ class Communication(Protocol):
     def matmul_reduce_scatter(self, rows: Tensor, weight: Tensor) -> Tensor:
         """This rank's rows of the sum of all ranks' products: ``[W * M, N]``, ``[N, H]`` → ``[M, H]``."""
 
+    def mixture(self, rows: Tensor, experts: Experts) -> Tensor:
+        """What a token's experts, which are on all ranks, make of it: ``[M, H]`` → ``[M, H]``. With gradients."""
+
+    def mixture_of_replicas(self, rows: Tensor, experts: Experts) -> Tensor:
+        """The same of rows that all ranks have, as parts whose sum over the ranks it is. Without gradients."""
+
+    def prepare(self, dimensions: Dimensions, tokens: int, dtype: torch.dtype) -> None:
+        """Set memory aside for mixtures of so many tokens a rank, in the place of what was. Collective."""
+
 
 class Unfused:
-    """Products and norms by torch, beside collectives that a subclass has: what ranks have that fuse nothing."""
+    """Products and norms by torch, beside collectives that a subclass has: what ranks have that fuse nothing.
+
+    Each rank gets the tokens of all, and computes what its own experts make of them: so the host needs no count, and
+    graphs can be captured.
+    """
 
     def all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
         raise NotImplementedError
@@ -54,11 +71,28 @@ class Unfused:
         residual += self.all_reduce(part)
         return rms_norm(residual, gain.shape, gain, eps), residual
 
+    def gathered(self, rows: Tensor) -> Tensor:
+        """`all_gather` with gradients."""
+        return _Gathered.apply(rows, self)
+
+    def scattered(self, rows: Tensor) -> Tensor:
+        """`reduce_scatter` with gradients."""
+        return _Scattered.apply(rows, self)
+
     def all_gather_matmul(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return _Gathered.apply(rows, self) @ weight
+        return self.gathered(rows) @ weight
 
     def matmul_reduce_scatter(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return _Scattered.apply(rows @ weight, self)
+        return self.scattered(rows @ weight)
+
+    def mixture(self, rows: Tensor, experts: Experts) -> Tensor:
+        return self.scattered(self.mixture_of_replicas(self.gathered(rows), experts))
+
+    def mixture_of_replicas(self, rows: Tensor, experts: Experts) -> Tensor:
+        return experts.of_local_experts(rows, *experts.route(rows, 0))
+
+    def prepare(self, dimensions: Dimensions, tokens: int, dtype: torch.dtype) -> None:
+        pass
 
 
 class _Gathered(torch.autograd.Function):
@@ -112,15 +146,15 @@ class ByTorch(Unfused):
         dist.reduce_scatter_tensor(mine, rows, group=self.group)
         return mine
 
-    def all_gather_matmul(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def gathered(self, rows: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return functional_collectives.all_gather(rows, 0, self.group) @ weight
-        return super().all_gather_matmul(rows, weight)
+            return functional_collectives.all_gather(rows, 0, self.group)
+        return super().gathered(rows)
 
-    def matmul_reduce_scatter(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def scattered(self, rows: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return functional_collectives.reduce_scatter(rows @ weight, "sum", 0, self.group)
-        return super().matmul_reduce_scatter(rows, weight)
+            return functional_collectives.reduce_scatter(rows, "sum", 0, self.group)
+        return super().scattered(rows)
 
 
 class Fused:
@@ -128,6 +162,7 @@ class Fused:
 
     def __init__(self, ctx: Iris) -> None:
         self.ctx, self.ranks = ctx, name_of(ctx)
+        self._memory: ExpertParallel | None = None
 
     def all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
         self.ctx.ccl.all_reduce(tensor, tensor, op=op)
@@ -150,6 +185,35 @@ class Fused:
 
     def matmul_reduce_scatter(self, rows: Tensor, weight: Tensor) -> Tensor:
         return functional.matmul_reduce_scatter(rows, weight, None, self.ranks)
+
+    def mixture(self, rows: Tensor, experts: Experts) -> Tensor:
+        return self._mixture(rows, experts, *experts.route(rows, self.ctx.cur_rank * len(rows)))
+
+    def mixture_of_replicas(self, rows: Tensor, experts: Experts) -> Tensor:
+        # Each rank sends its share of the tokens to their experts, and has zeros of the others.
+        ids, gates = experts.route(rows, 0)
+        return self._mixture(rows, experts, ids.masked_fill(self._of_others[: len(rows)], -1), gates)
+
+    def _mixture(self, rows: Tensor, experts: Experts, ids: Tensor, gates: Tensor) -> Tensor:
+        return functional.experts_mlp(rows, ids, gates, experts.experts_up, experts.experts_down, self._named)
+
+    def prepare(self, dimensions: Dimensions, tokens: int, dtype: torch.dtype) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        if not dimensions.experts:
+            return
+        self._memory = self.ctx.experts(
+            num_experts=dimensions.experts,
+            hidden=dimensions.hidden,
+            max_tokens=tokens,
+            top_k=dimensions.top_k,
+            dtype=dtype,
+            config=ExpertsConfig(in_flight=1, layouts=("compact",), alignment=1),
+        )
+        self._named = experts_functional.name_of(self._memory)
+        of_ranks = torch.arange(tokens, device=self.ctx.device) % self.ctx.num_ranks
+        self._of_others = (of_ranks != self.ctx.cur_rank)[:, None]
 
 
 class FusedOperators(Fused):

@@ -8,19 +8,25 @@ is given, so that one model can be run with one and with another.
 all-gathers, with a product behind them, and two reduce-scatters behind a product. *A step* has a row for each sequence,
 which all ranks have, so each layer has two all-reduces, with the residual and RMSNorm behind them.
 
+In the place of the MLP, or beside it, may be a mixture of experts, of which each rank has E / W (`Experts`). Of a
+prompt each rank's rows go to their experts and back. Of a step each rank makes a part of the sums that the second
+all-reduce adds up.
+
 Keys and values are kept in a static cache, ``[2, sequences, kv_heads / W, length, head_dim]`` of each layer, so that a
 step can be captured in a CUDA graph. Where its tokens stand is on the device.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention
 
 from iris.bench.model.communication import Communication
 from iris.bench.model.dimensions import Dimensions, Share
+from iris.bench.model.experts import Experts, swiglu
 
 
 class Rotation(NamedTuple):
@@ -61,36 +67,32 @@ def normalised(rows: Tensor, gain: Tensor, dimensions: Dimensions) -> Tensor:
     return rms_norm(rows, gain.shape, gain, dimensions.eps)
 
 
-def swiglu(inside: Tensor) -> Tensor:
-    """Of ``[M, 2 N]``, gates first: ``[M, N]``."""
-    gate, up = inside.chunk(2, 1)
-    return silu(gate) * up
-
-
-def parameter(weight: Tensor) -> torch.nn.Parameter:
+def parameter(weight: Tensor | None) -> torch.nn.Parameter | None:
     """Of a weight that has none yet; that of another decoder is the same one in both."""
-    return weight if isinstance(weight, torch.nn.Parameter) else torch.nn.Parameter(weight, requires_grad=False)
+    if weight is None or isinstance(weight, torch.nn.Parameter):
+        return weight
+    return torch.nn.Parameter(weight, requires_grad=False)
 
 
 class LayerWeights(NamedTuple):
     """A rank's part of a layer; `iris.bench.model.weights` makes it.
 
     ``qkv``: ``[hidden, (heads + 2 kv_heads) / W * head_dim]``, the queries first and the values last. ``o``:
-    ``[heads / W * head_dim, hidden]``. ``gate_up``: ``[hidden, 2 intermediate / W]``. ``down``:
-    ``[intermediate / W, hidden]``. ``mlp_gain``: of the norm in front of the MLP. ``next_gain``: of the norm behind it,
-    which is the first of the next layer. Both ``[hidden]``.
+    ``[heads / W * head_dim, hidden]``. ``gate_up``: ``[hidden, 2 intermediate / W]``, and ``down``:
+    ``[intermediate / W, hidden]``; None where there are only `Experts`. ``mlp_gain``: of the norm in front of the MLP.
+    ``next_gain``: of the norm behind it, which is the first of the next layer. Both ``[hidden]``.
     """
 
     qkv: Tensor
     o: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | None
+    down: Tensor | None
     mlp_gain: Tensor
     next_gain: Tensor
 
 
 class Layer(torch.nn.Module):
-    """Attention and MLP. Rows come normalised, and leave so."""
+    """Attention, and MLP or experts or both. Rows come normalised, and leave so."""
 
     qkv: Tensor
     o: Tensor
@@ -99,8 +101,11 @@ class Layer(torch.nn.Module):
     mlp_gain: Tensor
     next_gain: Tensor
 
-    def __init__(self, dimensions: Dimensions, weights: LayerWeights, share: Share) -> None:
+    def __init__(
+        self, dimensions: Dimensions, weights: LayerWeights, share: Share, experts: Experts | None = None
+    ) -> None:
         super().__init__()
+        self.experts = experts
         self.dimensions = dimensions
         self.heads, self.kv_heads = dimensions.heads // share.num_ranks, dimensions.kv_heads // share.num_ranks
         for name, weight in weights._asdict().items():
@@ -116,8 +121,7 @@ class Layer(torch.nn.Module):
         attended = self.attend_to_prompts(by.all_gather_matmul(rows, self.qkv), cache, rotation)
         residual = residual + by.matmul_reduce_scatter(attended, self.o)
         rows = normalised(residual, self.mlp_gain, self.dimensions)
-        inside = swiglu(by.all_gather_matmul(rows, self.gate_up))
-        residual = residual + by.matmul_reduce_scatter(inside, self.down)
+        residual = residual + self.mlp_of_prompts(rows, by)
         return normalised(residual, self.next_gain, self.dimensions), residual
 
     def decode(
@@ -130,8 +134,26 @@ class Layer(torch.nn.Module):
         eps = self.dimensions.eps
         attended = self.attend_to_cache(rows @ self.qkv, cache, step)
         rows, residual = by.all_reduce_rms_norm(attended @ self.o, residual, self.mlp_gain, eps)
-        inside = swiglu(rows @ self.gate_up)
-        return by.all_reduce_rms_norm(inside @ self.down, residual, self.next_gain, eps)
+        return by.all_reduce_rms_norm(self.mlp_of_step(rows, by), residual, self.next_gain, eps)
+
+    def mlp_of_prompts(self, rows: Tensor, by: Communication) -> Tensor:
+        """Of this rank's rows."""
+        parts = []
+        if self.gate_up is not None:
+            inside = swiglu(by.all_gather_matmul(rows, self.gate_up))
+            parts.append(by.matmul_reduce_scatter(inside, self.down))
+        if self.experts is not None:
+            parts.append(by.mixture(rows, self.experts))
+        return functools.reduce(torch.add, parts)
+
+    def mlp_of_step(self, rows: Tensor, by: Communication) -> Tensor:
+        """Of rows that all ranks have: what is to be added up over the ranks."""
+        parts = []
+        if self.gate_up is not None:
+            parts.append(swiglu(rows @ self.gate_up) @ self.down)
+        if self.experts is not None:
+            parts.append(by.mixture_of_replicas(rows, self.experts))
+        return functools.reduce(torch.add, parts)
 
     def attend_to_prompts(self, qkv: Tensor, cache: Tensor | None, rotation: Rotation) -> Tensor:
         """Causal attention of each prompt, which is as long as ``rotation``. A cache gets its keys and values."""

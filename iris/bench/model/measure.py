@@ -154,7 +154,9 @@ def measure(
         for case in sorted(cases, key=lambda case: case.mode == "train"):
             # Whose tensors and graphs are gone when it returns.
             kind = Training if case.mode == "train" else Inference
-            found = _side_by_side(ctx, kind(ctx, case, maker, decoders), by)
+            suitable = {way: each for way, each in by.items() if WAYS[way].suits(case.mode, dimensions)}
+            room = dimensions, case.tokens_of_rank(ctx.num_ranks), dtype
+            found = _side_by_side(ctx, kind(ctx, case, maker, decoders), suitable, room)
             ctx.ops.close()
             ctx.ccl.release_graphs()
             # Of what it has compiled for this case: it compiles a function for a few cases only, and then refuses.
@@ -185,7 +187,10 @@ class _Found(NamedTuple):
     reason: str
 
 
-def _side_by_side(ctx: Iris, measured: Measured, by: dict[str, Communication]) -> dict[str, _Found]:
+def _side_by_side(
+    ctx: Iris, measured: Measured, by: dict[str, Communication], room: tuple[Dimensions, int, torch.dtype]
+) -> dict[str, _Found]:
+    """``room``: what `Communication.prepare` takes."""
     errors: dict[str, Errors] = {}
     reasons: dict[str, str] = {}
     readied: dict[str, Any] = {}
@@ -196,6 +201,7 @@ def _side_by_side(ctx: Iris, measured: Measured, by: dict[str, Communication]) -
 
         errors[way], reason = (None, None), ""
         try:
+            communication.prepare(*room)
             if way != FLOOR or ctx.num_ranks == 1:
                 error, error_of_one, reason = measured.compare(way, communication)
                 errors[way] = error, error_of_one

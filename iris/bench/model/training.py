@@ -1,8 +1,8 @@
 """A training step of a decoder whose weights are split among ranks: loss, gradients, optimizer.
 
 Rows are split among the ranks outside of products, as those of prompts are. The logits stay split by columns: no rank
-ever has those of the whole vocabulary. Parameters that all ranks have, the gains and the embedding, get gradients from
-each rank's own tokens, and these are added up behind the backward pass.
+ever has those of the whole vocabulary. Parameters that all ranks have, gains, routers and the embedding, get a part of
+their gradients on each rank, and these are added up behind the backward pass.
 """
 
 from itertools import repeat
@@ -19,7 +19,9 @@ from iris.bench.model.dimensions import Share
 from iris.bench.model.weights import Maker, part_of
 
 # Parameters that all ranks have, by the last part of their names.
-REPLICATED = ("embedding", "gain", "mlp_gain", "next_gain")
+REPLICATED = ("embedding", "gain", "mlp_gain", "next_gain", "router")
+# Elements of gradients that are added up at once with others.
+SMALL = 1 << 20
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -59,14 +61,13 @@ def backward(decoder: Decoder, tokens: Tensor, *, rotation: Rotation, by: Commun
     loss.backward()
     shared = [each for name, each in decoder.named_parameters() if name.rpartition(".")[2] in REPLICATED]
     gradients = [each.grad for each in shared if each.grad is not None]
-    # At once what is small.
-    matrices = [each for each in gradients if each.dim() > 1]
-    gains = [each for each in gradients if each.dim() == 1]
-    together = by.all_reduce(torch.cat(gains))
-    for each, total in zip(gains, together.split([len(each) for each in gains]), strict=True):
-        each.copy_(total)
-    for each in matrices:
-        by.all_reduce(each)
+    small = [each for each in gradients if each.numel() <= SMALL]
+    together = by.all_reduce(torch.cat([each.flatten() for each in small]))
+    for each, total in zip(small, together.split([each.numel() for each in small]), strict=True):
+        each.copy_(total.view_as(each))
+    for each in gradients:
+        if each.numel() > SMALL:
+            by.all_reduce(each)
     return loss.detach()
 
 

@@ -8,8 +8,10 @@ import torch.distributed as dist
 
 import iris.distributed  # noqa: F401  # which registers the backend
 from iris import simulator
+from iris.bench.model.all_to_all import ByAllToAll
 from iris.bench.model.communication import Alone, ByTorch, Communication, Fused, FusedOperators
 from iris.bench.model.decoder import Compiler
+from iris.bench.model.dimensions import Dimensions
 from iris.context import Iris
 from iris.inductor import compile_options
 
@@ -17,10 +19,17 @@ FLOOR = "none"
 
 
 class Way(NamedTuple):
-    """``communication``: made by all ranks together. ``compiler``: what methods of layers go through, if anything."""
+    """``communication``: made by all ranks together. ``compiler``: what methods of layers go through, if anything.
+
+    ``counts``: whether the host counts the tokens of each expert, which no graph can capture.
+    """
 
     communication: Callable[[Iris], Communication]
     compiler: Compiler | None = None
+    counts: bool = False
+
+    def suits(self, mode: str, dimensions: Dimensions) -> bool:
+        return not self.counts or (mode == "train" and dimensions.experts > 0)
 
 
 def inductor(method: Callable) -> Callable:
@@ -40,6 +49,12 @@ def _by_the_vendor(ctx: Iris) -> Communication:
     return ByTorch(world)
 
 
+def _by_all_to_all(ctx: Iris) -> Communication:
+    world = dist.group.WORLD
+    assert world is not None
+    return ByAllToAll(world)
+
+
 def _by_the_backend(ctx: Iris) -> Communication:
     group = dist.new_group(backend="cuda:iris")
     assert isinstance(group, dist.ProcessGroup)  # which has all ranks
@@ -50,6 +65,7 @@ def _by_the_backend(ctx: Iris) -> Communication:
 WAYS = {
     "nccl": Way(_by_the_vendor),
     "nccl compiled": Way(_by_the_vendor, compiler=inductor),
+    "nccl all-to-all": Way(_by_all_to_all, counts=True),
     "iris accelerate": Way(_by_the_vendor, compiler=accelerated),
     "iris backend": Way(_by_the_backend),
     "iris fused": Way(Fused),

@@ -4,6 +4,7 @@ All are made of whole matrices from a seed of their own, on the device, rounded 
 does not fit one GPU can be computed there by one process, layer by layer (`one_by_one`), also in a wider dtype.
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from iris.bench.model.decoder import Decoder, Ends, Layer, LayerWeights
 from iris.bench.model.dimensions import Dimensions, Share
+from iris.bench.model.experts import Experts, ExpertWeights, draw_preferences
 
-# Seeds: of a layer's weights, of its cache, and of what is outside of layers.
-WEIGHTS, CACHE, ENDS = (1_000_000 * kind for kind in (1, 2, 3))
+# Seeds: of a layer's weights, of its cache, of what is outside of layers, and of experts, so many to a layer at most.
+WEIGHTS, CACHE, ENDS, EXPERTS = (1_000_000 * kind for kind in (1, 2, 3, 5))
+EXPERTS_OF_A_LAYER = 1000
 
 
 def part_of(whole: Tensor, name: str, dimensions: Dimensions, share: Share) -> Tensor:
@@ -27,7 +30,7 @@ def part_of(whole: Tensor, name: str, dimensions: Dimensions, share: Share) -> T
     }
     if name in columns:
         return torch.cat([share.of(each, 1) for each in whole.split(columns[name], 1)], 1)
-    return share.of(whole, 0) if name in ("o", "down") else whole
+    return share.of(whole, 0) if name in ("o", "down", "experts_up", "experts_down") else whole
 
 
 class Maker:
@@ -71,12 +74,31 @@ class Maker:
         weights = LayerWeights(
             qkv=self._matrix("qkv", generator, d.hidden, of_heads + 2 * d.kv_heads * d.head_dim),
             o=self._matrix("o", generator, of_heads, d.hidden),
-            gate_up=self._matrix("gate_up", generator, d.hidden, 2 * d.intermediate),
-            down=self._matrix("down", generator, d.intermediate, d.hidden),
+            gate_up=self._matrix("gate_up", generator, d.hidden, 2 * d.intermediate) if d.intermediate else None,
+            down=self._matrix("down", generator, d.intermediate, d.hidden) if d.intermediate else None,
             mlp_gain=self._gain(generator),
             next_gain=self._gain(generator),
         )
-        return Layer(d, weights, self.share)
+        return Layer(d, weights, self.share, self._experts(number) if d.experts else None)
+
+    def _experts(self, number: int) -> Experts:
+        """Of a layer. They are made one by one, as all of a layer take much memory."""
+        d, first = self.dimensions, EXPERTS + EXPERTS_OF_A_LAYER * number
+        here = self.share.of(torch.arange(d.experts), 0).tolist()
+        shapes = (2 * d.expert_intermediate, d.hidden), (d.hidden, d.expert_intermediate)
+        up, down = (torch.empty(len(here), *shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        for place, expert in enumerate(here):
+            generator = self._random(first + expert)
+            for to, shape in zip((up[place], down[place]), shapes, strict=True):
+                made = torch.randn(shape, generator=generator, device=self.device).mul_(shape[1] ** -0.5)
+                to.copy_(made.to(self._rounded))
+        router = self._matrix("router", self._random(first + d.experts), d.hidden, d.experts)
+        return Experts(d, ExpertWeights(router, up, down, self._preferences), self.share)
+
+    @functools.cached_property
+    def _preferences(self) -> Tensor:
+        """The same in all layers."""
+        return draw_preferences(self.dimensions.experts, self._random(EXPERTS - 1))
 
     def ends(self) -> Ends:
         d, generator = self.dimensions, self._random(ENDS)
