@@ -29,6 +29,7 @@ SIZES = {
     "16_moe_dispatch_combine": (13, 48, 12),
     "17_tensor_parallel_mlp": (13 * 6, 17 * 6, 44),
     "18_tensor_parallel_decoder": (3, 6, 2),
+    "19_fsdp_tensor_parallel_training": (2, 12, 2),
 }
 BF16, FP32 = torch.bfloat16, torch.float32
 # Tensor cores by hand, which have no float32.
