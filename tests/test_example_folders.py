@@ -32,8 +32,15 @@ SIZES = {
     "19_fsdp_tensor_parallel_training": (2, 12, 2),
 }
 BF16, FP32 = torch.bfloat16, torch.float32
+# Those with a model of transformers, which take too long for the sample.
+OF_TRANSFORMERS = {"19_fsdp_tensor_parallel_training"}
 # Tensor cores by hand, which have no float32.
 HALF_PRECISION = {"07_gemm_all_scatter/gluon"}
+
+
+def needs_of(folder):
+    if folder in OF_TRANSFORMERS:
+        pytest.importorskip("transformers", "5.24", reason="transformers is not installed, or older than 5.24")
 
 
 def run_example(ctx, folder, sizes, dtype):
@@ -45,8 +52,11 @@ def run_example(ctx, folder, sizes, dtype):
 
 @pytest.mark.ranks(1, 2, 3) if EVERYTHING else pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [BF16, FP32] if EVERYTHING else [BF16], ids=str)
-@pytest.mark.parametrize("folder", SIZES)
+@pytest.mark.parametrize(
+    "folder", [pytest.param(each, marks=pytest.mark.thorough if each in OF_TRANSFORMERS else ()) for each in SIZES]
+)
 def test_example(ranks, folder, dtype):
+    needs_of(folder)
     if dtype == FP32 and folder in HALF_PRECISION:
         dtype = torch.float16
     ranks.run(run_example, folder, SIZES[folder], dtype)
@@ -61,6 +71,36 @@ def run_decoder(ctx, communication):
 @pytest.mark.parametrize("communication", ["nccl", pytest.param("iris", marks=pytest.mark.thorough)])
 def test_a_decoder_is_compared_with_others(ranks, communication):
     ranks.run(run_decoder, communication)
+
+
+TRAINING = "19_fsdp_tensor_parallel_training"
+
+
+def run_training(ctx, options):
+    with imported(TRAINING) as example:
+        for sizes, tensor, words in (
+            ((2, 4, 2), 3, "does not divide 2 ranks"),
+            ((2, 5, 2), 2, "-n is 5, .* multiple of 2"),
+        ):
+            with pytest.raises(SystemExit, match=words):
+                example.main(ctx, Workload(*sizes, BF16), tensor=tensor)
+        example.main(ctx, Workload(2, 4, 2, FP32), **options)
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"communication": "nccl"},
+        pytest.param({"tensor": 1}, marks=pytest.mark.thorough),
+        pytest.param({"compiled": True}, marks=pytest.mark.thorough),
+        pytest.param({"compiled": True, "communication": "nccl"}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_a_transformer_is_trained(ranks, options):
+    needs_of(TRAINING)
+    ranks.run(run_training, options)
 
 
 def few_numbers(ctx, folder, sizes):
@@ -172,6 +212,7 @@ def test_program():
 @pytest.mark.parametrize("folder", SIZES if EVERYTHING else ["07_gemm_all_scatter/gluon"])
 def test_benchmark_alone(folder):
     """Times, and not a word of data, which nobody has compared."""
+    needs_of(folder)
     sizes = SIZES[folder]
     output = run_program(folder, "--benchmark", *(f"-{name}{size}" for name, size in zip("mnk", sizes, strict=True)))
     assert "of the first's time" in output and ("simulator" in output) == SIMULATED

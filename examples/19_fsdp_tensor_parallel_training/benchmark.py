@@ -1,4 +1,4 @@
-"""A transformer trained by FSDP2 and tensor parallelism: see README.md. -m: sequences, -n: tokens of each, -k: steps."""
+"""A transformer trained by FSDP2 x tensor parallelism: see README.md. -m: sequences, -n: tokens of each, -k: steps."""
 
 import sys
 from collections.abc import Callable
@@ -62,16 +62,12 @@ def main(
     def batch(step: int) -> torch.Tensor:
         """Tokens that a model can learn to predict: each rises by as much as the one before. The same on all ranks."""
         generator = torch.Generator(ctx.device).manual_seed(step)
-        firsts, rises = torch.randint(
-            1, model.vocabulary, (2, sequences, 1), generator=generator, device=ctx.device
-        )
+        firsts, rises = torch.randint(1, model.vocabulary, (2, sequences, 1), generator=generator, device=ctx.device)
         return (firsts + rises % 8 * torch.arange(length + 1, device=ctx.device)) % model.vocabulary
 
-    def losses(make: Callable[[], Trainer]) -> torch.Tensor:
+    def losses(trained: Trainer) -> torch.Tensor:
         """Those of all steps, float32 on the CPU."""
-        trained = make()
         found = torch.stack([trained.step(batch(step)) for step in range(steps)]).float().cpu()
-        del trained
         # A layer is compiled for so many meshes only.
         torch.compiler.reset()
         return found
@@ -79,15 +75,15 @@ def main(
     def alone(dtype: torch.dtype) -> torch.Tensor:
         """Of one process, which each rank is then."""
         mesh = make_mesh(ctx.device, 1, 1, by_iris=False)
-        return losses(lambda: Trainer(config, mesh, dtype, by_iris=False, compiled=False))
+        return losses(Trainer(config, mesh, dtype, by_iris=False, compiled=False))
 
     title = f"Training by FSDP2 x tensor parallelism, {sharding} x {tensor}, {communication}"
     if workload.validate:
         exact, of_one = alone(torch.float32), alone(dtype)
-        found = losses(lambda: trainer(communication))
+        found = losses(trainer(communication))
         compare(found, exact, of_one, f"rank {ctx.get_rank()}")
         if communication == "iris" and not SIMULATED:
-            runs = [losses(lambda: trainer("nccl", by_inductor)) for by_inductor in (compiled, compiled, False)]
+            runs = [losses(trainer("nccl", by_inductor)) for by_inductor in (compiled, compiled, False)]
             compare_with_nccl(ctx, found, exact, runs)
         ctx.barrier()
         if ctx.get_rank() == 0:

@@ -22,7 +22,7 @@ TOKENS = 1
 
 
 def make_mesh(device: torch.device, sharding: int, tensor: int, by_iris: bool) -> DeviceMesh:
-    """``[sharding, tensor]`` of the ranks. If they are fewer than all, each so many have a mesh of their own. Collective.
+    """``[sharding, tensor]``; where these are fewer than all ranks, each so many have a mesh of their own. Collective.
 
     ``by_iris``: its groups have Iris' backend, and otherwise that of the default group.
     """
@@ -113,8 +113,8 @@ class Trainer:
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """The mean loss over all tokens before the step, on all ranks.
 
-        ``tokens``: int64 ``[B, T + 1]``, the last of each only to be predicted. The mesh's first dimension divides B, the
-        second one T.
+        ``tokens``: int64 ``[B, T + 1]``, the last of each only to be predicted. The mesh's first dimension divides B,
+        and the second one T.
         """
         data = self.mesh["sharding"]
         mine = tokens.chunk(data.size())[data.get_local_rank()]
