@@ -85,6 +85,13 @@ def run_training(ctx, options):
             with pytest.raises(SystemExit, match=words):
                 example.main(ctx, Workload(*sizes, BF16), tensor=tensor)
         example.main(ctx, Workload(2, 4, 2, FP32), **options)
+        losses = torch.linspace(5, 4, 9)
+        example.compare(losses, losses, losses, "right losses")
+        example.compare_with_nccl(ctx, losses, losses, [losses] * 3)
+        with pytest.raises(AssertionError, match="Wrong losses on a rank"):
+            example.compare(losses + 0.01, losses, losses + 0.001, "a rank")
+        with pytest.raises(AssertionError, match="Losses differ by 0.01 from NCCL's"):
+            example.compare_with_nccl(ctx, losses + 0.01, losses, [losses, losses, losses + 0.001])
 
 
 @pytest.mark.ranks(2, exactly=True)

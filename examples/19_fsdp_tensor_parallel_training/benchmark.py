@@ -65,25 +65,28 @@ def main(
         firsts, rises = torch.randint(1, model.vocabulary, (2, sequences, 1), generator=generator, device=ctx.device)
         return (firsts + rises % 8 * torch.arange(length + 1, device=ctx.device)) % model.vocabulary
 
-    def losses(trained: Trainer) -> torch.Tensor:
+    def losses(name: str, trained: Trainer) -> torch.Tensor:
         """Those of all steps, float32 on the CPU."""
         found = torch.stack([trained.step(batch(step)) for step in range(steps)]).float().cpu()
         # A layer is compiled for so many meshes only.
         torch.compiler.reset()
+        if ctx.get_rank() == 0:
+            print(f"{name}: {steps} steps, losses from {found[0]:.4f} to {found[-1]:.4f}", flush=True)
         return found
 
     def alone(dtype: torch.dtype) -> torch.Tensor:
         """Of one process, which each rank is then."""
         mesh = make_mesh(ctx.device, 1, 1, by_iris=False)
-        return losses(Trainer(config, mesh, dtype, by_iris=False, compiled=False))
+        return losses(f"one process, {dtype}", Trainer(config, mesh, dtype, by_iris=False, compiled=False))
 
     title = f"Training by FSDP2 x tensor parallelism, {sharding} x {tensor}, {communication}"
     if workload.validate:
         exact, of_one = alone(torch.float32), alone(dtype)
-        found = losses(trainer(communication))
+        found = losses(communication, trainer(communication))
         compare(found, exact, of_one, f"rank {ctx.get_rank()}")
-        if communication == "iris" and not SIMULATED:
-            runs = [losses(trainer("nccl", by_inductor)) for by_inductor in (compiled, compiled, False)]
+        if communication == "iris" and (compiled or not SIMULATED):
+            kinds = {"nccl": compiled, "nccl again": compiled, "nccl, called": False}
+            runs = [losses(name, trainer("nccl", by_inductor)) for name, by_inductor in kinds.items()]
             compare_with_nccl(ctx, found, exact, runs)
         ctx.barrier()
         if ctx.get_rank() == 0:
@@ -143,10 +146,10 @@ def compare_with_nccl(ctx: iris.Iris, found: torch.Tensor, exact: torch.Tensor, 
     first, again, called = runs
     among, mine = max(furthest(first, again), furthest(first, called)), furthest(found, first)
     if ctx.get_rank() == 0:
-        print(f"{len(found)} steps, losses from {exact[0]:.4f} to {exact[-1]:.4f}. The most that they differ by:")
-        print(f"from one process in float32: {furthest(found, exact):.2e}, NCCL {furthest(first, exact):.2e}")
-        print(f"two runs with NCCL: {furthest(first, again):.2e}, NCCL compiled and not: {furthest(first, called):.2e}")
-        print(f"Iris and NCCL: {mine:.2e}")
+        print("The most that losses of a step differ by:")
+        print(f"  from one process in float32: Iris {furthest(found, exact):.2e}, NCCL {furthest(first, exact):.2e}")
+        print(f"  two runs with NCCL {furthest(first, again):.2e}, compiled and called {furthest(first, called):.2e}")
+        print(f"  Iris and NCCL {mine:.2e}")
     if not mine <= 2 * among + 1e-5 * exact.max().item():
         raise AssertionError(f"Losses differ by {mine:.3g} from NCCL's, whose runs differ by {among:.3g}.")
 
