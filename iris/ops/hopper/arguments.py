@@ -89,7 +89,8 @@ def by_rows(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
-# Those without a base, by what they are made of: to make one, with what Triton checks, takes it as long as a launch.
+# Descriptors without their matrix, by its extents and the tile: to make one, with all that Triton checks of it, takes
+# the host as long as a launch.
 _maps: dict[tuple, TensorDescriptor] = {}
 
 
