@@ -30,6 +30,9 @@ class Sizes(NamedTuple):
 
 SIZES = Sizes(2, 32, 48, 4, 2, 96) if SIMULATED else Sizes(4, 2048, 5632, 16, 8, 32000)
 
+# The largest of many steps' errors, of which each changes the steps behind it, may be so many times another such.
+CHANCE = 3
+
 
 def main(
     ctx: iris.Iris,
@@ -74,14 +77,14 @@ def main(
             print(f"{name}: {steps} steps, losses from {found[0]:.4f} to {found[-1]:.4f}", flush=True)
         return found
 
-    def alone(dtype: torch.dtype) -> torch.Tensor:
+    def alone(dtype: torch.dtype, compiled: bool) -> torch.Tensor:
         """Of one process, which each rank is then."""
         mesh = make_mesh(ctx.device, 1, 1, by_iris=False)
-        return losses(f"one process, {dtype}", Trainer(config, mesh, dtype, by_iris=False, compiled=False))
+        return losses(f"one process, {dtype}", Trainer(config, mesh, dtype, by_iris=False, compiled=compiled))
 
     title = f"Training by FSDP2 x tensor parallelism, {sharding} x {tensor}, {communication}"
     if workload.validate:
-        exact, of_one = alone(torch.float32), alone(dtype)
+        exact, of_one = alone(torch.float32, compiled=False), alone(dtype, compiled)
         found = losses(communication, trainer(communication))
         compare(found, exact, of_one, f"rank {ctx.get_rank()}")
         if communication == "iris" and (compiled or not SIMULATED):
@@ -131,15 +134,16 @@ def furthest(some: torch.Tensor, others: torch.Tensor) -> float:
 def compare(found: torch.Tensor, exact: torch.Tensor, of_one: torch.Tensor, where: str) -> None:
     """Raise unless losses are as near those of one process in float32 as that process' own in the dtype.
 
-    The largest error may be twice as large, since the order of sums differs, and what rounding of float32 makes of it.
+    The largest error may be `CHANCE` times as large, since the order of sums differs, and what rounding of float32
+    makes of it.
     """
-    error, allowed = furthest(found, exact), 2 * furthest(of_one, exact) + 1e-5 * exact.max().item()
+    error, allowed = furthest(found, exact), CHANCE * furthest(of_one, exact) + 1e-5 * exact.max().item()
     if not error <= allowed:
         raise AssertionError(f"Wrong losses on {where}: off by {error:.3g}, where {allowed:.3g} is allowed.")
 
 
 def compare_with_nccl(ctx: iris.Iris, found: torch.Tensor, exact: torch.Tensor, runs: list[torch.Tensor]) -> None:
-    """Raise unless losses differ from NCCL's by no more than twice what runs with NCCL differ by, and say how much.
+    """Raise unless losses differ from NCCL's by at most `CHANCE` times what runs with NCCL differ by. Says how much.
 
     ``runs``: twice the same, whose bits may be the same as well, and one that is not compiled.
     """
@@ -150,7 +154,7 @@ def compare_with_nccl(ctx: iris.Iris, found: torch.Tensor, exact: torch.Tensor, 
         print(f"  from one process in float32: Iris {furthest(found, exact):.2e}, NCCL {furthest(first, exact):.2e}")
         print(f"  two runs with NCCL {furthest(first, again):.2e}, compiled and called {furthest(first, called):.2e}")
         print(f"  Iris and NCCL {mine:.2e}")
-    if not mine <= 2 * among + 1e-5 * exact.max().item():
+    if not mine <= CHANCE * among + 1e-5 * exact.max().item():
         raise AssertionError(f"Losses differ by {mine:.3g} from NCCL's, whose runs differ by {among:.3g}.")
 
 
