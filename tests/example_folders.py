@@ -14,9 +14,12 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
 
 
+# Those with models of transformers, which not every machine has.
+OF_TRANSFORMERS = {"19_fsdp_tensor_parallel_training", "20_mixture_of_experts"}
+
+
 def skip_without_packages(folder):
-    """Of the examples one takes models of transformers, which not every machine has."""
-    if folder == "20_mixture_of_experts":
+    if folder in OF_TRANSFORMERS:
         try:
             transformers_version.check()
         except TransformersMissingError as error:

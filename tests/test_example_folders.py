@@ -8,8 +8,8 @@ import subprocess
 import pytest
 import torch
 from conftest import UNDER_TORCHRUN, import_path
-from covering import EVERYTHING
-from example_folders import EXAMPLES, imported, skip_without_packages
+from covering import EVERYTHING, thorough
+from example_folders import EXAMPLES, OF_TRANSFORMERS, imported, skip_without_packages
 from hesitation import hesitant
 from preloaded import LIMIT_S, python
 from workload import SIMULATED, Workload, check, size_of_sums
@@ -29,10 +29,9 @@ SIZES = {
     "16_moe_dispatch_combine": (13, 48, 12),
     "17_tensor_parallel_mlp": (13 * 6, 17 * 6, 44),
     "18_tensor_parallel_decoder": (3, 6, 2),
+    "19_fsdp_tensor_parallel_training": (2, 12, 2),
     "20_mixture_of_experts": (6, 5, 1),
 }
-# To import transformers takes longer than other examples.
-LONG = {"20_mixture_of_experts": pytest.mark.thorough}
 BF16, FP32 = torch.bfloat16, torch.float32
 # Tensor cores by hand, which have no float32.
 HALF_PRECISION = {"07_gemm_all_scatter/gluon"}
@@ -47,7 +46,7 @@ def run_example(ctx, folder, sizes, dtype):
 
 @pytest.mark.ranks(1, 2, 3) if EVERYTHING else pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [BF16, FP32] if EVERYTHING else [BF16], ids=str)
-@pytest.mark.parametrize("folder", [pytest.param(each, marks=LONG.get(each, ())) for each in SIZES])
+@pytest.mark.parametrize("folder", [thorough(each) if each in OF_TRANSFORMERS else each for each in SIZES])
 def test_example(ranks, folder, dtype):
     skip_without_packages(folder)
     if dtype == FP32 and folder in HALF_PRECISION:
@@ -61,7 +60,7 @@ def run_decoder(ctx, communication):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("communication", ["nccl", pytest.param("iris", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("communication", ["nccl", thorough("iris")])
 def test_a_decoder_is_compared_with_others(ranks, communication):
     ranks.run(run_decoder, communication)
 
@@ -78,6 +77,39 @@ def test_a_mixture_is_compared_with_others(ranks):
     ranks.run(run_mixture, "nccl")
 
 
+TRAINING = "19_fsdp_tensor_parallel_training"
+
+
+def run_training(ctx, options):
+    with imported(TRAINING) as example:
+        for sizes, tensor, words in (
+            ((2, 4, 2), 3, "does not divide 2 ranks"),
+            ((2, 5, 2), 2, "-n is 5, .* multiple of 2"),
+        ):
+            with pytest.raises(SystemExit, match=words):
+                example.main(ctx, Workload(*sizes, BF16), tensor=tensor)
+        example.main(ctx, Workload(2, 4, 2, FP32), **options)
+        losses = torch.linspace(5, 4, 9)
+        example.compare(losses, losses, losses, "right losses")
+        example.compare_with_nccl(ctx, losses, losses, [losses] * 3)
+        with pytest.raises(AssertionError, match="Wrong losses on a rank"):
+            example.compare(losses + 0.01, losses, losses + 0.001, "a rank")
+        with pytest.raises(AssertionError, match="Losses differ by 0.01 from NCCL's"):
+            example.compare_with_nccl(ctx, losses + 0.01, losses, [losses, losses, losses + 0.001])
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize(
+    "options",
+    [{"communication": "nccl"}, {"tensor": 1}, {"compiled": True}, {"compiled": True, "communication": "nccl"}],
+    ids=str,
+)
+def test_a_transformer_is_trained(ranks, options):
+    skip_without_packages(TRAINING)
+    ranks.run(run_training, options)
+
+
 def few_numbers(ctx, folder, sizes):
     with imported(folder) as example:
         example.main(ctx, Workload(*sizes, BF16, rounds=21))
@@ -88,7 +120,7 @@ def few_numbers(ctx, folder, sizes):
     "folder, sizes",
     [
         ("09_gemm_one_shot_all_reduce", (1, 1, 2)),
-        pytest.param("17_tensor_parallel_mlp", (2, 2, 1), marks=pytest.mark.thorough),
+        thorough("17_tensor_parallel_mlp", (2, 2, 1)),
     ],
 )
 def test_results_of_few_numbers_are_right(ranks, folder, sizes):

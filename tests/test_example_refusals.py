@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import thorough
 from example_folders import imported, skip_without_packages
 from workload import SIMULATED, Workload
 
@@ -12,7 +13,6 @@ from iris.bench.model.communication import Alone
 from iris.bench.model.dimensions import MODELS, Share
 from iris.bench.model.weights import Maker
 
-THOROUGH = pytest.mark.thorough
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -34,7 +34,7 @@ def refused(ctx, folder, sizes, dtype, words, options):
         ("16_moe_dispatch_combine", (4, 32, 4), BF16, "a token goes to 5 experts", {"top": 5}),
         ("16_moe_dispatch_combine", (4, 40, 4), BF16, "-n is 40, .* a multiple of 16", {}),
         ("18_tensor_parallel_decoder", (2, 5, 2), BF16, "-n is 5, .* give a multiple of 2", {}),
-        pytest.param("20_mixture_of_experts", (3, 4, 2), BF16, "-m is 3, .* give a multiple of 2", {}, marks=THOROUGH),
+        thorough("20_mixture_of_experts", (3, 4, 2), BF16, "-m is 3, .* give a multiple of 2", {}),
     ],
 )
 def test_sizes_that_an_example_cannot_take(ranks, folder, sizes, dtype, words, options):

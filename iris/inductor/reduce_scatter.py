@@ -8,6 +8,7 @@ from torch.fx import Graph, Node
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import c10d, value_of
 from iris.distributed.contexts import why_no_context
+from iris.inductor.joined import join, sum_of_products
 from iris.inductor.nodes import DEVICE, arguments, aten, calls, depends_on_data, place_of, reshaped_rows, waited
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import (
@@ -43,7 +44,7 @@ class Scattered(NamedTuple):
 def fuse(graph: Graph, report: FusionReport) -> None:
     """Replace each such product and scatter by one operator, in the place of the product."""
     for node in graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default):
-        given = _scattered(node)
+        given = _joined(graph, node, _scattered(node))
         kept = _kept(node, given)
         report.append(Fusion(PATTERN, kept, where(node)))
         if kept is None:
@@ -74,6 +75,18 @@ def _scattered(node: Node) -> Scattered:
             source = rearranged.source
         else:
             return Scattered(source, passed, how, extents, by_columns)
+
+
+def _joined(graph: Graph, node: Node, given: Scattered) -> Scattered:
+    """The same, but for a sum of products that has become one, if it can be fused then."""
+    total = sum_of_products(given.source)
+    if total is None:
+        return given
+    each_alone = [given._replace(source=each, passed=given.passed | total.passed) for each in total.products]
+    if any(_kept(node, each) for each in each_alone):
+        return given
+    join(graph, given.source, total)
+    return _scattered(node)
 
 
 def _kept(node: Node, given: Scattered) -> str | None:

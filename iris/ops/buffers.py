@@ -76,12 +76,15 @@ class Buffers:
         What kernels may take of these, by the names of their parameters; and the addresses for launches.
     mover : object
         What moves the data of these calls beside the kernel, if anything does. It lives as long as this.
+    maps : dict
+        Tensor maps of this memory, by the names of kernels' parameters, once a kernel has needed them.
     """
 
     def __init__(self, arena: Any, needs: Needs, first_count: int, first_byte: int) -> None:
         """``first_count``, ``first_byte``: where the counts and the data begin in the arena."""
         self.needs, self.kind, self.arena = needs, needs.kind, arena
         self.mover: Any = None
+        self.maps: dict[str, Any] = {}
         self.mapping, self.context_tensor, self.places = arena.mapping, arena.context_tensor, arena.places
         self._tickets = ARRIVED.value + needs.parts
         self._halves = self._tickets + needs.tickets

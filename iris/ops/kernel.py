@@ -123,17 +123,22 @@ class Kernels(Algorithm):
 
     def enqueue(self, call: Call, config: FusedConfig, buffers: Buffers, stream: int | None) -> None:
         launch, sender = self.launch(call, config, buffers), buffers.mover
+        kept = call.gathered_by_rank(self._context.num_ranks)
         if sender:
-            sender.send(call.a)
+            # Its own rows a rank has at once: they are copied where nothing waits for it.
+            sender.send(call.a, None if kept is None else kept[self._context.cur_rank])
+        elif kept is not None:
+            kept[self._context.cur_rank].copy_(call.a)
         launch.kernel.launch(stream, buffers, launch.tensors)
         if sender:
             sender.join()
         if launch.result is not call.out:
             call.out.copy_(launch.result)
-        self._keep_gathered(call, buffers)
+        if kept is not None:
+            self._keep_gathered(kept, buffers)
 
-    def _keep_gathered(self, call: Call, buffers: Buffers) -> None:
-        """Enqueue, behind the kernel, what copies the A of all ranks out of the workspace, if the call keeps it.
+    def _keep_gathered(self, kept: torch.Tensor, buffers: Buffers) -> None:
+        """Enqueue, behind the kernel, what copies the peers' A out of the workspace to ``kept``, by rank.
 
         1. Peers have written what is read: each tile waits, with acquire, for the rows that it multiplies, and every
            row of every peer is in a tile. The kernel is over before this begins, since the stream is one.
@@ -144,16 +149,13 @@ class Kernels(Algorithm):
 
         Its own rows a rank has never stored there.
         """
-        gathered = call.gathered_by_rank(self._context.num_ranks)
-        if gathered is None:
-            return
         size, rank = self._context.num_ranks, self._context.cur_rank
-        M, K = call.a.shape
+        _, M, K = kept.shape
         # A rank's place may have room for more rows than it has.
         there = buffers.data.view(size, -1, K)[:, :M]
         for peers in (slice(0, rank), slice(rank + 1, size)):
-            gathered[peers].copy_(there[peers])
-        gathered[rank].copy_(call.a)
+            if peers.start < peers.stop:
+                kept[peers].copy_(there[peers])
 
     def launch(self, call: Call, config: FusedConfig, buffers: Buffers) -> Launch:
         """What carries the call, compiled and loaded if that was not done for a call like it."""

@@ -1,5 +1,7 @@
 """Which calls the kernels of this folder are for, and the figures of their launches that the choice depends on."""
 
+import copy
+import functools
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from iris.ops.config import FusedConfig
 from iris.ops.hopper.adder import SLOTS
 from iris.ops.hopper.pipeline import PANEL
 from iris.ops.hopper.writer import STRIP
+from iris.runtime.launch import remember
 
 # TMA's: of addresses, and of strides but the last, which is 1 (CUDA driver API, cuTensorMapEncodeTiled).
 ALIGNMENT = 16
@@ -86,12 +89,32 @@ def by_rows(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
+# Descriptors without their matrix, by its extents and the tile: to make one, with all that Triton checks of it, takes
+# the host as long as a launch.
+_maps: dict[tuple, TensorDescriptor] = {}
+
+
 def tensor_map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """What TMA fetches tiles of the matrix, or of its transpose if that is by rows, with."""
+    """What TMA fetches tiles of the matrix, or of its transpose if that is by rows, with. It `fits_tma`."""
     if by_columns(matrix):
         matrix, block = matrix.t(), block[::-1]
-    layout = gl.NVMMASharedLayout.get_default_for(block, OPERANDS[matrix.dtype])
-    return TensorDescriptor.from_tensor(matrix, block, layout)
+    key = (matrix.shape, matrix.stride(), matrix.dtype, *block)
+    known = _maps.get(key)
+    if known is None:
+        made = TensorDescriptor.from_tensor(matrix, block, layout(matrix.dtype, *block))
+        known = copy.copy(made)
+        known.base = None
+        remember(_maps, key, known)
+        return made
+    made = copy.copy(known)
+    made.base = matrix
+    return made
+
+
+@functools.cache
+def layout(dtype: torch.dtype, *block: int) -> gl.NVMMASharedLayout:
+    """Of a tile in shared memory, as TMA leaves it."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), OPERANDS[dtype])
 
 
 def stages(call: Call, config: FusedConfig) -> int:

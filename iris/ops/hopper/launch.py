@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris.ccl.protocols import CollectivesContext
-from iris.heap.tensor_map import ELEMENTS, peers_map, places
+from iris.heap.tensor_map import peers_map, places
 from iris.ops import choose
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import GATHERS_COLUMNS, OPERATIONS, Call
@@ -97,9 +96,8 @@ class HopperKernels(Kernels):
     def tensors(
         self, call: Call, config: FusedConfig, buffers: Buffers, place: torch.Tensor, result: torch.Tensor
     ) -> dict[str, Any]:
-        plan, size, rank = self.plan(call, config), self._context.num_ranks, self._context.cur_rank
+        plan, rank, rows = self.plan(call, config), self._context.cur_rank, len(call.a)
         M, N, K = config.block_size_m, config.block_size_n, config.block_size_k
-        (rows, depth), columns = call.a.shape, call.b.shape[1]
         scale_a, scale_b = [
             None if scale is None else scale.reshape(-1).contiguous() for scale in (call.scale_a, call.scale_b)
         ]
@@ -122,21 +120,38 @@ class HopperKernels(Kernels):
             ),
         }
         if call.name == "all_gather_matmul":
-            gathered = hopper.tensor_map(buffers.data.view(-1, depth), [M // 2, K])
-            return {**given, "tensor_map_gathered": gathered, "out": matrix(result)}
+            return {**given, **self._maps(call, config, buffers, result), "out": matrix(result)}
         if call.name == "matmul_all_gather":
-            memory, places = buffers.mapping, buffers.places
-            if result is call.out:
-                memory, places = self._context.heap.mapping, self._places()
-            peers = peers_map(memory, result[rank * rows : (rank + 1) * rows], STRIP_SHAPE)
-            return {**given, "tensor_map_peers": peers, "places": places}
-        share = -(-rows // size)
-        parts = buffers.data[: size * share * columns].view(size, share, columns)
-        block = [1, *STRIP_SHAPE]
-        layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[parts.dtype])
-        given["tensor_map_parts"] = TensorDescriptor.from_tensor(parts, block, layout)
-        given["tensor_map_peers"] = peers_map(buffers.mapping, parts[rank], STRIP_SHAPE)
-        return {**given, "out": matrix(result), "out_context": place}
+            if result is not call.out:
+                return {**given, **self._maps(call, config, buffers, result), "places": buffers.places}
+            peers = peers_map(self._context.heap.mapping, result[rank * rows : (rank + 1) * rows], STRIP_SHAPE)
+            return {**given, "tensor_map_peers": peers, "places": self._places()}
+        return {**given, **self._maps(call, config, buffers, result), "out": matrix(result), "out_context": place}
+
+    def _maps(self, call: Call, config: FusedConfig, buffers: Buffers, result: torch.Tensor) -> dict[str, Any]:
+        """The tensor maps of the workspace, made with its first call: all of its calls have the same extents.
+
+        ``result``: where it is in the workspace, if it is there.
+        """
+        if not buffers.maps:
+            size, rank = self._context.num_ranks, self._context.cur_rank
+            (rows, depth), columns = call.a.shape, call.b.shape[1]
+            if call.name == "all_gather_matmul":
+                block = [config.block_size_m // 2, config.block_size_k]
+                buffers.maps = {"tensor_map_gathered": hopper.tensor_map(buffers.data.view(-1, depth), block)}
+            elif call.name == "matmul_all_gather":
+                mine = result[rank * rows : (rank + 1) * rows]
+                buffers.maps = {"tensor_map_peers": peers_map(buffers.mapping, mine, STRIP_SHAPE)}
+            else:
+                share = -(-rows // size)
+                parts = buffers.data[: size * share * columns].view(size, share, columns)
+                block = [1, *STRIP_SHAPE]
+                layout = hopper.layout(parts.dtype, *block)
+                buffers.maps = {
+                    "tensor_map_parts": TensorDescriptor.from_tensor(parts, block, layout),
+                    "tensor_map_peers": peers_map(buffers.mapping, parts[rank], STRIP_SHAPE),
+                }
+        return buffers.maps
 
     def kernel(self, call: Call, config: FusedConfig) -> tuple[Any, int, dict[str, Any]]:
         plan, programs, size = self.plan(call, config), self.programs(config), self._context.num_ranks

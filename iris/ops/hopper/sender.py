@@ -22,7 +22,11 @@ class Sender:
         self, buffers: Buffers, rank: int, size: int, rows: int, depth: int, chunk: int, together: int
     ) -> None:
         device = buffers.data.device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            # For all calls: a stream that waits for one waits for what it was recorded behind by then.
+            self._begun, self._sent = torch.cuda.Event(), torch.cuda.Event()
         self._args = (buffers.context_tensor, buffers.counts, size)
         # Before the first call: compiling must not keep a peer waiting.
         self._start = prepare(start, (1, 1, 1), *self._args, num_warps=1)
@@ -38,25 +42,31 @@ class Sender:
                 part = slice(begin, begin + step)
                 self._jobs.append((part, there[part], arrived[number : number + 1]))
 
-    def send(self, a: torch.Tensor) -> None:
-        """Enqueue the start on the current stream and behind it, on another, the copies. ``a``: ``[rows, depth]``,
-        contiguous."""
+    def send(self, a: torch.Tensor, kept: torch.Tensor | None) -> None:
+        """Enqueue the start on the current stream and behind it, on another, the copies.
+
+        ``a``: ``[rows, depth]``, contiguous. ``kept``: where the rows are left besides, if anywhere.
+        """
         if self._stream is None:
             self._start(None, addresses(self._args))
-            self._copy(a)
+            self._copy(a, kept)
             return
         current = torch.cuda.current_stream()
         self._start(current.cuda_stream, addresses(self._args))
-        self._stream.wait_stream(current)
+        self._begun.record(current)
+        self._stream.wait_event(self._begun)
         with torch.cuda.stream(self._stream):
-            self._copy(a)
+            self._copy(a, kept)
+            self._sent.record(self._stream)
 
     def join(self) -> None:
         """What is enqueued on the current stream from here on comes behind the copies."""
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream().wait_event(self._sent)
 
-    def _copy(self, a: torch.Tensor) -> None:
+    def _copy(self, a: torch.Tensor, kept: torch.Tensor | None) -> None:
         for rows, there, word in self._jobs:
             there.copy_(a[rows], non_blocking=True)
             word.copy_(self._epoch, non_blocking=True)
+        if kept is not None:
+            kept.copy_(a, non_blocking=True)

@@ -1,0 +1,196 @@
+"""A transformer trained by FSDP2 x tensor parallelism: see README.md. -m: sequences, -n: tokens of each, -k: steps."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from transformers import LlamaConfig  # noqa: E402
+from workload import SIMULATED, Workload, command, report  # noqa: E402
+from wrapper import Trainer, make_mesh  # noqa: E402
+
+import iris  # noqa: E402
+
+
+class Sizes(NamedTuple):
+    """Of a model of Llama's form."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+
+SIZES = Sizes(2, 32, 48, 4, 2, 96) if SIMULATED else Sizes(4, 2048, 5632, 16, 8, 32000)
+
+# The largest of many steps' errors, of which each changes the steps behind it, may be so many times another such.
+CHANCE = 3
+
+
+def main(
+    ctx: iris.Iris,
+    workload: Workload,
+    communication: str = "iris",
+    tensor: int | None = None,
+    compiled: bool = not SIMULATED,
+    **sizes: int,
+) -> None:
+    sequences, length, steps, dtype = workload.m, workload.n, workload.k, workload.dtype
+    tensor = tensor or ctx.num_ranks
+    model = SIZES._replace(**sizes)
+    sharding = ctx.num_ranks // tensor
+    if problem := problem_of(workload, model, sharding, tensor, ctx.num_ranks):
+        raise SystemExit(problem)
+    config = LlamaConfig(
+        vocab_size=model.vocabulary,
+        hidden_size=model.hidden,
+        intermediate_size=model.intermediate,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        max_position_embeddings=length,
+    )
+
+    def trainer(way: str, compiled: bool = compiled) -> Trainer:
+        mesh = make_mesh(ctx.device, sharding, tensor, way == "iris")
+        return Trainer(config, mesh, dtype, by_iris=way == "iris", compiled=compiled)
+
+    def batch(step: int) -> torch.Tensor:
+        """Tokens that a model can learn to predict: each rises by as much as the one before. The same on all ranks."""
+        generator = torch.Generator(ctx.device).manual_seed(step)
+        firsts, rises = torch.randint(1, model.vocabulary, (2, sequences, 1), generator=generator, device=ctx.device)
+        return (firsts + rises % 8 * torch.arange(length + 1, device=ctx.device)) % model.vocabulary
+
+    def losses(name: str, trained: Trainer) -> torch.Tensor:
+        """Those of all steps, float32 on the CPU."""
+        found = torch.stack([trained.step(batch(step)) for step in range(steps)]).float().cpu()
+        # A layer is compiled for so many meshes only.
+        torch.compiler.reset()
+        if ctx.get_rank() == 0:
+            print(f"{name}: {steps} steps, losses from {found[0]:.4f} to {found[-1]:.4f}", flush=True)
+        return found
+
+    def alone(dtype: torch.dtype, compiled: bool) -> torch.Tensor:
+        """Of one process, which each rank is then."""
+        mesh = make_mesh(ctx.device, 1, 1, by_iris=False)
+        return losses(f"one process, {dtype}", Trainer(config, mesh, dtype, by_iris=False, compiled=compiled))
+
+    title = f"Training by FSDP2 x tensor parallelism, {sharding} x {tensor}, {communication}"
+    if workload.validate:
+        exact, of_one = alone(torch.float32, compiled=False), alone(dtype, compiled)
+        found = losses(communication, trainer(communication))
+        compare(found, exact, of_one, f"rank {ctx.get_rank()}")
+        if communication == "iris" and (compiled or not SIMULATED):
+            kinds = {"nccl": compiled, "nccl again": compiled, "nccl, called": False}
+            runs = [losses(name, trainer("nccl", by_inductor)) for name, by_inductor in kinds.items()]
+            compare_with_nccl(ctx, found, exact, runs)
+        ctx.barrier()
+        if ctx.get_rank() == 0:
+            print(f"{title}: the losses of {steps} steps of {sequences} x {length} tokens are right")
+    if workload.trace:
+        trained = trainer(communication)
+        # What is compiled, and set aside, is not of the step that is recorded.
+        for step in range(3):
+            trained.step(batch(step))
+        record(ctx, workload.trace, lambda: trained.step(batch(3)))
+    if workload.benchmark:
+        tokens = batch(0)
+        trainers = {way: trainer(way) for way in ("nccl", "iris")}
+        calls = {f"a step, {way}": lambda each=each: each.step(tokens) for way, each in trainers.items()}
+        for call in calls.values():
+            call()
+        times = report(ctx, f"{title.rpartition(',')[0]}, {model.layers} layers", calls, eager=True)
+        if ctx.get_rank() == 0:
+            for name, time in times.items():
+                print(f"{name}: {1e6 * sequences * length / time:.0f} tokens a second")
+            if compiled:
+                print(iris.inductor.fusion_report())
+
+
+def problem_of(workload: Workload, model: Sizes, sharding: int, tensor: int, num_ranks: int) -> str:
+    """Why the ranks cannot share it so, in words; empty if they can."""
+    if sharding * tensor != num_ranks:
+        return f"--tensor is {tensor}, which does not divide {num_ranks} ranks."
+    if workload.m % sharding:
+        return f"-m is {workload.m}, which {sharding} ranks cannot share: give a multiple of {sharding}."
+    split = {"-n": workload.n, **{f"--{name.replace('_', '-')}": n for name, n in model._asdict().items()}}
+    for name in ("-n", "--intermediate", "--heads", "--kv-heads", "--vocabulary"):
+        if split[name] % tensor:
+            return f"{name} is {split[name]}, which {tensor} ranks cannot share: give a multiple of {tensor}."
+    return ""
+
+
+def furthest(some: torch.Tensor, others: torch.Tensor) -> float:
+    return (some - others).abs().max().item()
+
+
+def compare(found: torch.Tensor, exact: torch.Tensor, of_one: torch.Tensor, where: str) -> None:
+    """Raise unless losses are as near those of one process in float32 as that process' own in the dtype.
+
+    The largest error may be `CHANCE` times as large, since the order of sums differs, and what rounding of float32
+    makes of it.
+    """
+    error, allowed = furthest(found, exact), CHANCE * furthest(of_one, exact) + 1e-5 * exact.max().item()
+    if not error <= allowed:
+        raise AssertionError(f"Wrong losses on {where}: off by {error:.3g}, where {allowed:.3g} is allowed.")
+
+
+def compare_with_nccl(ctx: iris.Iris, found: torch.Tensor, exact: torch.Tensor, runs: list[torch.Tensor]) -> None:
+    """Raise unless losses differ from NCCL's by at most `CHANCE` times what runs with NCCL differ by. Says how much.
+
+    ``runs``: twice the same, whose bits may be the same as well, and one that is not compiled.
+    """
+    first, again, called = runs
+    among, mine = max(furthest(first, again), furthest(first, called)), furthest(found, first)
+    if ctx.get_rank() == 0:
+        print("The most that losses of a step differ by:")
+        print(f"  from one process in float32: Iris {furthest(found, exact):.2e}, NCCL {furthest(first, exact):.2e}")
+        print(f"  two runs with NCCL {furthest(first, again):.2e}, compiled and called {furthest(first, called):.2e}")
+        print(f"  Iris and NCCL {mine:.2e}")
+    if not mine <= CHANCE * among + 1e-5 * exact.max().item():
+        raise AssertionError(f"Losses differ by {mine:.3g} from NCCL's, whose runs differ by {among:.3g}.")
+
+
+def record(ctx: iris.Iris, file: Path, call: Callable[[], object]) -> None:
+    """Record what host and GPU of rank 0 do in a call, for https://ui.perfetto.dev."""
+    ctx.device_barrier()
+    ctx.barrier()
+    with torch.profiler.profile() as profile:
+        call()
+        if not SIMULATED:
+            torch.cuda.synchronize()
+    if ctx.get_rank() == 0:
+        profile.export_chrome_trace(str(file))
+        print(f"A step of rank 0 is in {file}")
+    ctx.barrier()
+
+
+def room(workload: Workload, num_ranks: int) -> int:
+    """Nothing: the library has memory of its own."""
+    return 0
+
+
+OPTIONS = (
+    click.option(
+        "--with", "communication", type=click.Choice(["iris", "nccl"]), default="iris", show_default=True,
+        help="iris: fused operations in compiled layers, and torch's backend; or nccl (Gloo in the simulator).",
+    ),
+    click.option("--tensor", type=click.IntRange(1), help="Ranks that share a product; all if not given."),
+    click.option(
+        "--compiled/--called", default=not SIMULATED, show_default=True, help="Whether layers go through torch.compile."
+    ),
+    *(
+        click.option(f"--{name.replace('_', '-')}", type=click.IntRange(1), default=size, show_default=True)
+        for name, size in SIZES._asdict().items()
+    ),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    command(main, on_gpus=(8, 1024, 20), simulated=(4, 8, 3), room=room, options=OPTIONS, traces_kernels=False)
