@@ -6,7 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import UNDER_TORCHRUN
-from covering import EVERYTHING
+from covering import EVERYTHING, thorough
 
 from iris.__main__ import commands
 from iris.bench import model_command, plots
@@ -47,8 +47,8 @@ OF_EXPERTS = (CASES, ASKED) if EVERYTHING else ([Case("train", 2, 3)], ["iris fu
     ("model", "dimensions", "cases", "ways"),
     [
         ("tiny", TINY, CASES, ASKED),
-        ("tiny-moe", MIXTURE, *OF_EXPERTS),
-        pytest.param("no-shared-expert", MIXTURE._replace(intermediate=0), CASES, ASKED, marks=pytest.mark.thorough),
+        thorough("tiny-moe", MIXTURE, *OF_EXPERTS),
+        thorough("no-shared-expert", MIXTURE._replace(intermediate=0), CASES, ASKED),
     ],
 )
 def test_each_way_gives_what_one_process_gives(ranks, model, dimensions, cases, ways, dtype, tmp_path):

@@ -77,10 +77,11 @@ def why_no_context(name: str) -> str | None:
     group = group_named(name)
     if group in _contexts or isinstance(group, ProcessGroupBase) and group.has_context:
         return None
-    if not _wait_for_places(group):
+    lacking = _wait_for_places(group)
+    if lacking:
         raise IrisTimeoutError(
-            f"A rank of the process group {name!r} compiles nothing for Iris, so that nobody knows where it runs. "
-            "Call iris.accelerate() on all ranks."
+            f"Of the process group {name!r} nobody knows where the ranks {lacking} run, as they compile nothing for "
+            "Iris. Call iris.accelerate() on all ranks."
         )
     return _why(group)
 
@@ -92,7 +93,7 @@ def known_reasons() -> dict[str, str] | None:
     groups = list(existing_groups())
     seconds = 0 if default_store() in _waited else PATIENCE_S
     _waited.add(default_store())
-    if not all(_wait_for_places(group, seconds) for group in groups):
+    if any(_wait_for_places(group, seconds) for group in groups):
         return None
     reasons = {group.group_name: _why(group) for group in groups}
     return {name: why for name, why in reasons.items() if why is not None}
@@ -113,23 +114,24 @@ def _why(group: dist.ProcessGroup) -> str | None:
     return None
 
 
-def _wait_for_places(group: dist.ProcessGroup, seconds: float | None = None) -> bool:
-    """Whether it is known, after as many seconds at most, where all of the group's ranks run. None: torch's limit."""
+def _wait_for_places(group: dist.ProcessGroup, seconds: float | None = None) -> list[int]:
+    """Those of the group that have not said where they run, after as many seconds at most. None: torch's limit."""
     if _is_fake(group) or _is_fake(dist.group.WORLD):
-        return True
+        return []
     say_place()
     known = _places[default_store()]
     lacking = [rank for rank in dist.get_process_group_ranks(group) if rank not in known]
     if not lacking:
-        return True
+        return []
     store = _store()
     if seconds is None:
         seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
-    if not await_keys(store, [str(rank) for rank in lacking], seconds, lambda waited: None):
-        return False
-    for rank in lacking:
-        known[rank] = Place(*wire.decode(store.get(str(rank))))
-    return True
+    keys = [str(rank) for rank in lacking]
+    if not await_keys(store, keys, seconds, lambda waited: None):
+        return [rank for rank, key in zip(lacking, keys, strict=True) if not store.check([key])]
+    for rank, place in zip(lacking, store.multi_get(keys), strict=True):
+        known[rank] = Place(*wire.decode(place))
+    return []
 
 
 def _store() -> dist.Store:

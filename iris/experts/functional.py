@@ -170,12 +170,19 @@ def _combine_back(ctx: Any, of_out: Tensor) -> tuple:
     to_y = scaled(rows, of_rows.view(rows.shape[:-1]))
     if not ctx.weighted:
         return to_y, None, None, None, None
-    products = (y * rows).sum(dim=-1, dtype=torch.float32).flatten()
-    return to_y, None, to_choices(products, places, topk_ids.shape[0], ctx.experts), None, None
+    return to_y, None, to_choices(products(y, rows).flatten(), places, topk_ids.shape[0], ctx.experts), None, None
+
+
+def products(left: Tensor, right: Tensor) -> Tensor:
+    """The scalar product of each row with the other's, float32. Terms are rounded to bf16, not to fp16: too narrow."""
+    wide = left.float() if left.dtype == torch.float16 else left
+    return (wide * right).sum(dim=-1, dtype=torch.float32)
 
 
 def scaled(rows: Tensor, factors: Tensor) -> Tensor:
-    """Rows times a float32 factor each, in one pass over them: rounded once, to their dtype."""
+    """Rows times a float32 factor each, rounded once, to their dtype; in one pass, if nobody wants its gradients."""
+    if torch.is_grad_enabled():
+        return (rows * factors[..., None]).to(rows.dtype)
     return torch.mul(rows, factors[..., None], out=torch.empty_like(rows))
 
 

@@ -52,7 +52,7 @@ def _scale(peak: Node) -> Node | None:
     while not is_bounded or abs(factor * LARGEST - 1) > 1e-6:
         step = only_user(node)
         number = arguments(step)[1] if step is not None and len(step.args) == 2 else None
-        if calls(step, CONVERSIONS):
+        if calls(step, CONVERSIONS) and value_of(step).dtype in (torch.float32, value_of(peak).dtype):
             pass
         elif calls(step, aten.clamp_min.default) and isinstance(number, float) and 0 < number <= TINY * factor:
             is_bounded = True

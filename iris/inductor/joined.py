@@ -2,7 +2,9 @@
 
 Such a sum is the gradient of rows that several products have, as those of queries, keys and values, or of gate and up.
 Joined, it is fused with what adds it up among the ranks. The joined matrices are copies. That of the left ones costs
-nothing where what makes them can write them there. The right ones are weights, so they must not be too large.
+nothing where what makes them can write them there. The right ones are weights, so the sum must have many rows.
+
+Whether to join depends on nothing that ranks may have different numbers of, as they may have of a weight's columns.
 """
 
 from typing import NamedTuple
@@ -10,12 +12,13 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from iris.compat.inductor import value_of
-from iris.inductor.nodes import arguments, aten, calls, is_tensor, reshaped_rows
+from iris.inductor.nodes import arguments, aten, calls, is_tensor, known, known_equal, reshaped_rows
 from iris.inductor.rows import call, erase_unused, known_extents
 
-# Rows of the joined right matrix for each row of the sum, at most. To copy a row takes 4 bytes of memory traffic for
-# each column of bf16, at about 4000 GB/s; to add up half a row over the link, 1 byte at 350 (H200, two ranks).
-MOST_DEPTH = 2
+# Rows of the sum, at least. To add up half a row among two ranks takes 1 byte over the link for each column of bf16, at
+# 350 GB/s; to copy a row of the right matrix 4 bytes of memory traffic, at about 4000 GB/s (H200). So this many are
+# worth the copies of some 12 000 rows, as a layer of 8B dimensions has for gate and up.
+LEAST_ROWS = 4096
 
 
 class Sum(NamedTuple):
@@ -44,9 +47,7 @@ def sum_of_products(node: Node) -> Sum | None:
             return None
     if len(products) < 2 or known_extents(node) is None:
         return None
-    depth, rows = sum(value_of(arguments(each)[1]).shape[0] for each in products), value_of(products[0]).shape[0]
-    known = isinstance(depth, int) and isinstance(rows, int)
-    return Sum(products, passed) if known and depth <= MOST_DEPTH * rows else None
+    return Sum(products, passed) if known(value_of(products[0]).shape[0] >= LEAST_ROWS) else None
 
 
 def _adds(node: Node) -> bool:
@@ -54,7 +55,8 @@ def _adds(node: Node) -> bool:
     if not calls(node, aten.add.Tensor) or node.kwargs or not all(is_tensor(each) for each in arguments(node)):
         return False
     whole = value_of(node)
-    return all((value_of(each).shape, value_of(each).dtype) == (whole.shape, whole.dtype) for each in arguments(node))
+    values = [value_of(each) for each in arguments(node)]
+    return all(known_equal(each.shape, whole.shape) and each.dtype == whole.dtype for each in values)
 
 
 def join(graph: Graph, node: Node, total: Sum) -> None:

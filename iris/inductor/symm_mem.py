@@ -5,8 +5,8 @@ torch multiplies what that has gathered by the other matrices. A scatter is a `m
 
 Shapes, strides and dtypes of results are torch's. The dimension that is gathered, or scattered, becomes that of rows:
 it is moved to the front, and the result's back again. If it is the last, A is gathered by columns, and a sum is formed
-of the transpose. What Iris does not take torch carries as before: it depends on shapes, dtypes and options alone, and
-on where all ranks run, so all come to the same answer.
+of the transpose. What Iris does not take torch carries as before: it depends on dtypes, options and extents that are
+alike on all ranks, and on where these run, so all come to the same answer. Columns of B may be any number, also none.
 """
 
 from typing import Any, NamedTuple
@@ -177,7 +177,7 @@ def _fit(a: Tensor, b: Tensor, gather_dim: int, size: int, dtypes: tuple[torch.d
     if a.dim() < 2 or b.dim() != 2 or not 0 <= gather_dim < a.dim():
         return False
     depth = a.shape[-1] * (size if gather_dim == a.dim() - 1 else 1)
-    return b.shape[0] == depth and b.shape[1] > 0 and a.dtype == b.dtype and a.dtype in dtypes
+    return b.shape[0] == depth and a.dtype == b.dtype and a.dtype in dtypes
 
 
 def _can_scale(factor: Factor) -> bool:

@@ -104,8 +104,7 @@ def _backward(
     of_x = exchange._combine(multiply(of_hidden, w_up), topk_ids, exchange.first_choices(topk_ids), experts, LAYOUT)
     of_weights, of_up, of_down = x.new_empty(0, dtype=torch.float32), x.new_empty(0), x.new_empty(0)
     if topk_weights is not None:
-        products = (value * to_down).sum(dim=-1, dtype=torch.float32)
-        of_weights = exchange.to_choices(products, places, len(topk_ids), experts)
+        of_weights = exchange.to_choices(exchange.products(value, to_down), places, len(topk_ids), experts)
     if trains:
         of_down = sums_of_groups(exchange.scaled(of_rows, factors), value, offsets)
         of_up = sums_of_groups(of_hidden, rows, offsets)

@@ -3,6 +3,7 @@
 from typing import cast
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from iris.ccl.functional import find
@@ -26,6 +27,7 @@ def context_named(ranks: str) -> OperationsContext:
     return cast(OperationsContext, context)
 
 
+@torch.no_grad()
 def multiply(context: OperationsContext, call: Call) -> None:
     """Carry a product: fused where all ranks' B have one shape, as that needs, and else a product and a collective.
 
@@ -62,10 +64,10 @@ def _is_even(context: OperationsContext, call: Call) -> bool:
     if all(each == everyones[0] for each in everyones):
         known.add(own)
         return True
-    shapes[key] = None
     if len({each[0 if gathers else 1] for each in everyones}) > 1 or vendor.problem(call) or call.a.itemsize == 1:
         theirs = "; ".join(f"rank {rank} has {each}" for rank, each in zip(group.ranks, everyones, strict=True))
         raise MismatchedCollectiveError(
             f"The B of {call.title} has another shape on each rank: {theirs}. Split the weight evenly, or pad it."
         )
+    shapes[key] = None
     return False

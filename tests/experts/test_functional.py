@@ -115,3 +115,16 @@ def mistake(ctx):
 @pytest.mark.ranks(2)
 def test_mistakes_are_told(ranks, mistaken):
     ranks.run(mistake)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_products_of_rows_do_not_overflow(dtype):
+    """Gradients of factors: those of rows are as large as a program scales its loss."""
+    left, right = torch.full((2, 4), 300.0, dtype=dtype), torch.full((2, 4), 256.0, dtype=dtype)
+    assert functional.products(left, right).tolist() == [4 * 300.0 * 256.0] * 2
+
+
+def test_factors_of_rows_are_differentiable():
+    rows, factors = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True), torch.tensor([2.0, 3.0])
+    functional.scaled(rows, factors).sum().backward()
+    assert rows.grad.tolist() == [[2.0, 2.0], [3.0, 3.0]]

@@ -80,7 +80,7 @@ ALIKE = {
     "padding": (test_padding.padded, "compact", BF16, "fp8_block128", 272),
 }
 
-SAMPLE = "options together", "rounds"
+SAMPLE = ("options together",)
 
 
 @pytest.mark.ranks(*FEWER_HOSTS)

@@ -76,6 +76,7 @@ def many_tokens(ctx, low_latency):
     done_with(ctx, ep)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(*((1, 2, 3) if EVERYTHING else (2,)))
 @both_forms
 def test_many_tokens(ranks, low_latency):

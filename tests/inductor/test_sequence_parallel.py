@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from inductor.searched import FusionReport, compiled, expect
-from iris.inductor import all_gather, compile_options, fusion_report, reduce_scatter
+from iris.inductor import all_gather, compile_options, fusion_report, joined, reduce_scatter
 
 # Gathers are those with gradients here: torch 2.11 does not trace `all_gather_tensor`.
 K, N = 16, 24
@@ -96,6 +96,11 @@ def test_a_product_and_its_scattered_sum(ranks):
         run_with_group(ranks, scatter, shape, dim, dtype, op)
 
 
+# Sums of products are joined from so many rows on, which these tests have not.
+joining = mock.patch.object(joined, "LEAST_ROWS", 1)
+
+
+@joining
 def scatter_sum(ctx, shape, dim):
     """Of three products of different depths."""
     report, me, W = FusionReport(), ctx.cur_rank, ctx.num_ranks
@@ -110,13 +115,10 @@ def scatter_sum(ctx, shape, dim):
     x = random(ctx, whole, seed=10)
     with torch.no_grad():
         result = run(x[me], [each[me] for each in weights])
-    total = sum(
-        sum(
-            rows.double() @ each[rank].double()
-            for rows, each in zip((a, torch.tanh(a), torch.relu(a[..., :4])), weights, strict=True)
-        )
-        for rank, a in enumerate(x)
-    )
+    total = 0
+    for rank, a in enumerate(x):
+        for rows, each in zip((a, torch.tanh(a), torch.relu(a[..., :4])), weights, strict=True):
+            total = total + rows.double() @ each[rank].double()
     near(result, total.chunk(W, dim)[me] + 1, torch.float32)
     expect(report, {SCATTER: 1})
 
@@ -240,6 +242,7 @@ def parallel(ctx):
     return parallelize_module(block, DeviceMesh.from_group(GROUP[0], ctx.device.type), plan)
 
 
+@joining
 def train(ctx, how):
     """Outputs and gradients as of one process, with and without Iris."""
     W, me, report = ctx.num_ranks, ctx.cur_rank, FusionReport()
@@ -301,7 +304,7 @@ STAYS = {
     "no product is scattered": (lambda x, w: scattered(x + 1), "and not of a product"),
     "an input": (lambda x, w: scattered(x), "what is summed is an input of the graph and not of a product"),
     "used twice": (used_twice, "the product is used elsewhere"),
-    "a sum of deep products": (lambda x, w: scattered(x @ w + x @ w.t()), "the result of aten.add.Tensor"),
+    "a sum of few rows": (lambda x, w: scattered(x @ w + x @ w.t()), "the result of aten.add.Tensor"),
     "a sum with another term": (lambda x, w: scattered(x[:, :1] @ w[:1] + x), "the result of aten.add.Tensor"),
     "a bias": (lambda x, w: scattered(F.linear(x, w, w[0])), "each rank adds its bias"),
     "columns are scattered": (lambda x, w: scattered(x @ w, dim=1), "columns are scattered"),

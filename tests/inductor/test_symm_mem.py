@@ -99,6 +99,24 @@ def test_products_of_what_is_gathered(ranks):
         ranks.run(gathers, shape, dim, dtype, number, return_a)
 
 
+def uneven_columns(ctx):
+    """As `torch.chunk` splits five among four ranks: the last one has none."""
+    group, me = setup(ctx), ctx.cur_rank
+    each = [2, 2, 1, 0][-ctx.num_ranks :]
+    a = random(ctx, (8, 32), torch.float32, 1)
+    b = torch.randn(32, each[me], generator=torch.Generator().manual_seed(2 + me)).to(ctx.device)
+    with only_iris():
+        for keep in (True, False):
+            gathered, (out,) = ops.fused_all_gather_matmul(a[me], [b], 0, group.group_name, return_A=keep)
+            near(out, torch.cat(a).double() @ b.double(), torch.cat(a).double().abs() @ b.double().abs(), 1)
+            assert gathered is None or torch.equal(gathered, torch.cat(a))
+
+
+@pytest.mark.ranks(2, 4)
+def test_columns_may_be_split_unevenly(ranks):
+    ranks.run(uneven_columns)
+
+
 def scatters(ctx, shape, dim, dtype, op):
     group, me, W = setup(ctx), ctx.cur_rank, ctx.num_ranks
     a, b = random(ctx, shape, dtype, 1), random(ctx, (shape[-1], COLUMNS[1]), dtype, 2)
