@@ -253,7 +253,10 @@ def _gather(
         whole = result.view(*leading, result.shape[1])
         return whole if by_columns else whole.movedim(0, dim)
 
-    return None if gathered is None else back(gathered), [back(each) for each in results]
+    kept = None if gathered is None else back(gathered)
+    if kept is not None and size == 1:
+        kept = kept.contiguous()  # as torch's, which has nothing to put behind each other
+    return kept, [back(each) for each in results]
 
 
 def _multiply(gathered: Tensor | None, factor: Factor, scale: Tensor | None) -> Tensor:
