@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
     vocabulary: int
 
 
-SIZES = Sizes(2, 32, 48, 4, 2, 96) if SIMULATED else Sizes(4, 2048, 5632, 16, 8, 32000)
+SIZES = Sizes(2, 96, 48, 12, 6, 96) if SIMULATED else Sizes(4, 2048, 5632, 16, 8, 32000)
 
 # The largest of many steps' errors, of which each changes the steps behind it, may be so many times another such.
 CHANCE = 3
