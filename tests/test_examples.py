@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import UNDER_TORCHRUN, import_path
+from covering import thorough
 from preloaded import LIMIT_S, python
 
 import iris
@@ -106,12 +107,7 @@ def test_wrong_data_are_noticed(ranks):
     ("launcher", "program", "printed"),
     [
         # What is said to have moved is what moves, whole words.
-        pytest.param(
-            [],
-            [EXAMPLES / "01_store.py", "--size=65539"],
-            "store: 65536 bytes from each rank to each",
-            marks=pytest.mark.thorough,
-        ),
+        thorough([], [EXAMPLES / "01_store.py", "--size=65539"], "store: 65536 bytes from each rank to each"),
         (
             ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
             [MESSAGES / "signal_wait.py", "--size=16003"],

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from conftest import TESTS, UNDER_TORCHRUN, import_path
+from covering import thorough
 from namespaces import Network, missing
 from preloaded import LIMIT_S
 from test_docs import DOCS, ROOT, programs_of
@@ -132,7 +133,7 @@ def lose(network, host, call, folder, how):
 
 
 # torchrun's store is on the first host.
-@pytest.mark.parametrize(("host", "call"), [pytest.param(1, "barrier", marks=pytest.mark.thorough), (0, "all_reduce")])
+@pytest.mark.parametrize(("host", "call"), [thorough(1, "barrier"), (0, "all_reduce")])
 def test_a_host_that_is_killed_is_named_with_its_ranks(network, host, call, tmp_path):
     for error, after_s in lose(network, host, call, tmp_path, lambda lost: lost.end()):
         assert error.startswith("PeerLostError: "), error

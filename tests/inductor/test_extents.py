@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from covering import EVERYTHING
+from covering import EVERYTHING, thorough
 from torch import nn
 from torch.nn import functional as F
 
@@ -80,7 +80,7 @@ def compare_from_data(ctx, function):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "function",
-    [normalised, gathered, *(pytest.param(each, marks=pytest.mark.thorough) for each in (multiplied, scattered))],
+    [normalised, gathered, *map(thorough, (multiplied, scattered))],
 )
 def test_extents_that_are_computed_from_data(ranks, function):
     ranks.run(compare_from_data, function)

@@ -214,7 +214,7 @@ def compare_quantised(ctx, quantise, norm, with_residual):
         (by_token, of_torch),
         (of_wide_rows, weight_last),
         (without_bound, of_torch),
-        *(pytest.param(each, of_torch, marks=pytest.mark.thorough) for each in (with_rows_besides, by_tensor, cut_off)),
+        *(thorough(each, of_torch) for each in (with_rows_besides, by_tensor, cut_off)),
     ],
 )
 def test_rows_that_become_fp8(ranks, quantise, norm, with_residual):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from covering import thorough
 
 from integrations.models import Meshes, apply_tensor_parallelism, near, register
 
@@ -61,9 +62,9 @@ def compare(ctx, autocast, compiled, trained):
     ("autocast", "compiled", "trained"),
     [
         (True, False, True),
-        pytest.param(False, True, True, marks=pytest.mark.thorough),
-        pytest.param(True, True, False, marks=pytest.mark.thorough),
-        pytest.param(False, False, False, marks=pytest.mark.thorough),
+        thorough(False, True, True),
+        thorough(True, True, False),
+        thorough(False, False, False),
     ],
 )
 def test_results_and_gradients(ranks, autocast, compiled, trained):
