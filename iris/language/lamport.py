@@ -24,7 +24,7 @@ from iris.language.barrier import LANES
 from iris.language.failures import POLLS_WITHOUT_CLOCK, WAIT_LIMIT_NS, exceeded, untimed
 from iris.language.flat import flat, flat_vectors
 from iris.language.jit import gluon_version_of, jit
-from iris.language.lamport_poll import poll_once, polls_by_thread, wait_by_thread
+from iris.language.lamport_poll import poll_once, polls_by_warp, wait_by_warp
 from iris.language.ll import record_missing, write_through
 from iris.language.ordering import signed_type
 
@@ -199,29 +199,29 @@ def lamport_recv(
     awaited from rank ``own``, whose words are any. ``source``: the rank that all parts come from, if it is one; then
     ``own`` is -1.
 
-    Where the block polls together (`polls_by_thread`) there must be a word for each thread. If two threads polled the
-    same word, the test might take one thread's value, and the result the other's, which is older.
+    Where the block polls together, and not by warps (`polls_by_warp`), there must be a word for each thread. If two
+    threads polled the same word, the test might take one's value, and the result the other's, which is older.
     """
     begins = words_at(begin, element)
     LOWEST: tl.constexpr = lowest_bits(element)
     within, own = (own, -1) if PARTS == 1 else (-1, own)
-    if polls_by_thread(element):
+    if polls_by_warp(element):
         v = flat_vectors(WORDS // 4)
         wanted = ()
         for word in tl.static_range(4):
             wanted += (wanted_bits(4 * v + word, within, count, STRIDE=STRIDE, element=element),)
-    if polls_by_thread(element) and WAIT_LIMIT_NS == 0:
-        return wait_by_thread(begins, own, wanted, PARTS=PARTS, STRIDE=STRIDE, LOWEST=LOWEST, POLLS=0)
+    if polls_by_warp(element) and WAIT_LIMIT_NS == 0:
+        return wait_by_warp(begins, own, wanted, PARTS=PARTS, STRIDE=STRIDE, LOWEST=LOWEST, POLLS=0)
     else:
         k = flat(WORDS, word_type(element))
         bits, mask = wanted_bits(k, within, count, STRIDE=STRIDE, element=element), in_vectors(k, count, element)
         if WAIT_LIMIT_NS > 0:
-            since = untimed(1 if polls_by_thread(element) else POLLS_WITHOUT_CLOCK)
+            since = untimed(1 if polls_by_warp(element) else POLLS_WITHOUT_CLOCK)
         words = (bits * 0,) * PARTS
         missing = 1
         while missing > 0:
-            if polls_by_thread(element):
-                found = wait_by_thread(
+            if polls_by_warp(element):
+                found = wait_by_warp(
                     begins, own, wanted, PARTS=PARTS, STRIDE=STRIDE, LOWEST=LOWEST, POLLS=POLLS_WITHOUT_CLOCK
                 )
                 words = ()

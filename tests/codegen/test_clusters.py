@@ -66,3 +66,10 @@ def test_what_can_be_done_while_data_are_on_their_way_is():
     # To three peers, of which each thread has 8 elements; then the slots of four ranks, and the epoch.
     sent, cleared = stores[:3], [number for number in stores[3:] if number < looks]
     assert sent[-1] < entered < looks and len(cleared) == 5
+
+
+def test_a_warp_awaits_all_of_its_vectors_in_one_loop_and_leaves_it_as_a_whole():
+    """Each loop takes a trip to the L2 cache, and loops come one after the other."""
+    given = arguments_of(one_shot_rms_norm, PIECES=8, **CLUSTER | {"PIECE": 1024})
+    text = compile_for("sm_90", one_shot_rms_norm, *given, num_warps=1).text
+    assert text.count("bra POLL") == text.count("vote.sync.any.pred again") == 1
