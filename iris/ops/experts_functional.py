@@ -9,14 +9,14 @@ The gradient brings the tokens to their experts once more, and computes the acti
 lies in memory that the next one uses, and is several times as large as the tokens. With R rows of this rank's experts,
 a row's token's gradient g, its weight w, and a = act(h), h = x w_up^T:
 
-    of the activation    w g w_down              [R, I]   a grouped GEMM
-    of w_down            sum of (w g)^T a        [H, I]   a product for each expert, over its rows
-    of h, of w_up        act'(h), sum of h'^T x  [2 I, H] likewise
+    d                    g w_down                [R, I]   a grouped GEMM
+    of h                 w d act'(h)             [R, 2 I] one pass over rows, which has w a and a . d besides
+    of w_down            sum of g^T (w a)        [H, I]   a product for each expert, over its rows
+    of w_up              sum of h'^T x           [2 I, H] likewise
     of x                 h' w_up                 [R, H]   a grouped GEMM, and a combine
-    of w                 a . (g w_down)                   which is g . (a w_down^T), what the expert has made of the row
+    of w                 a . d                            which is g . (a w_down^T), what the expert has made of the row
 
-So it has two dispatches and one combine, three grouped GEMMs, and two that add up rows, by torch. Every rank calls
-backward.
+So it has two dispatches and one combine, three grouped GEMMs, and two that add up rows. Every rank calls backward.
 """
 
 from typing import Any, cast
@@ -24,18 +24,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.library import register_autograd, register_fake
-from torch.nn.functional import silu
 
 from iris.errors import InvalidExpertsError
 from iris.experts import functional as exchange
 from iris.operators.registration import operator
 from iris.ops.call import NARROW
-from iris.ops.experts_mlp import LAYOUT
+from iris.ops.experts_mlp import LAYOUT, NAME
+from iris.ops.grouped.activation_gradient import differentiate_activation
 from iris.ops.grouped.launch import grouped_mm
+from iris.ops.grouped.sums import sums_of_groups
 from iris.ops.operations import OperationsContext
-
-# Bytes that torch's grouped GEMM wants rows to be a multiple of.
-TORCH_ROW = 16
 
 
 @operator("experts_mlp")
@@ -90,52 +88,29 @@ def _backward(
     """The gradients of x, ``topk_weights``, ``w_up`` and ``w_down``, but empty where there are no weights, or where
     those of the experts have none: ``trains``."""
     given = torch.ones_like(topk_ids, dtype=torch.float32) if topk_weights is None else topk_weights
-    rows, counts, offsets, _, _ = exchange._dispatch(x, topk_ids, None, experts, LAYOUT)
+    calls = exchange.calls_of(experts)
     of_rows, _, _, places, factors = exchange._dispatch(of_out, topk_ids, given, experts, LAYOUT)
-    groups = {"offs": offsets[1:], "counts": counts}
-
-    def multiply(a: Tensor, b: Tensor) -> Tensor:
-        # Rows that no token has are to be zeros, as those of a dispatch: sums over rows read them.
-        return grouped_mm(a, b, **groups, out=a.new_zeros(a.shape[0], b.shape[2]))
-
-    hidden = multiply(rows, w_up.transpose(1, 2))
-    to_down = multiply(of_rows, w_down)
-    value, of_hidden = activate(hidden, exchange.scaled(to_down, factors), activation)
-    of_x = exchange._combine(multiply(of_hidden, w_up), topk_ids, exchange.first_choices(topk_ids), experts, LAYOUT)
-    of_weights, of_up, of_down = x.new_empty(0, dtype=torch.float32), x.new_empty(0), x.new_empty(0)
+    # The combine needs this dispatch's choices, and ends it.
+    rows = x.new_zeros(calls.rows_shape(LAYOUT))
+    received = calls.dispatch(x, topk_ids, None, layout=LAYOUT, rows=rows)
+    try:
+        groups = {"offs": received.offsets[1:], "counts": received.counts}
+        hidden, to_down = grouped_mm(rows, w_up.transpose(1, 2), **groups), grouped_mm(of_rows, w_down, **groups)
+        value, of_hidden, of_factors = differentiate_activation(hidden, to_down, factors, **groups)
+        of_up, of_down = x.new_empty(0), x.new_empty(0)
+        if trains:
+            of_up = sums_of_groups(of_hidden, rows, received.offsets)
+            of_down = sums_of_groups(of_rows, value, received.offsets)
+        to_x = grouped_mm(of_hidden, w_up, **groups)
+        of_x = calls.combine(to_x, received, exchange.first_choices(topk_ids))
+    except BaseException as error:
+        # The other ranks wait for this one's rows.
+        calls.abort_flag.interrupted(f"the gradient of {NAME}", error)
+        raise
+    of_weights = x.new_empty(0, dtype=torch.float32)
     if topk_weights is not None:
-        of_weights = exchange.to_choices(exchange.products(value, to_down), places, len(topk_ids), experts)
-    if trains:
-        of_down = sums_of_groups(exchange.scaled(of_rows, factors), value, offsets)
-        of_up = sums_of_groups(of_hidden, rows, offsets)
+        of_weights = exchange.to_choices(of_factors, places, len(topk_ids), experts)
     return of_x, of_weights, of_up, of_down
-
-
-def activate(hidden: Tensor, of_value: Tensor, activation: str | None) -> tuple[Tensor, Tensor]:
-    """The activation's value, and the gradient of what it is of, from that of its value.
-
-    Each step rounds to the dtype of the rows, as torch's own backward does: rows are many, and wider ones take several
-    times as long.
-    """
-    if activation is None:
-        return hidden, of_value
-    of_hidden = torch.empty_like(hidden)
-    (gate, up), (of_gate, of_up) = hidden.chunk(2, dim=1), of_hidden.chunk(2, dim=1)
-    value = silu(gate)
-    torch.mul(of_value, value, out=of_up)
-    torch.ops.aten.silu_backward.grad_input(of_value * up, gate, grad_input=of_gate)
-    return value.mul_(up), of_hidden
-
-
-def sums_of_groups(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """``left[rows of g]^T right[rows of g]`` for each group g: ``[R, M]``, ``[R, N]`` -> ``[E, M, N]``."""
-    multiply = getattr(torch.nn.functional, "grouped_mm", None)  # from torch 2.10 on
-    if multiply is not None and not any(each.shape[1] * each.itemsize % TORCH_ROW for each in (left, right)):
-        made = multiply(left.t(), right, offs=offsets[1:])
-        # What it makes of no rows is undefined.
-        return torch.where((offsets.diff() > 0)[:, None, None], made, 0)
-    ends = offsets.tolist()
-    return torch.stack([left[begin:end].t() @ right[begin:end] for begin, end in zip(ends, ends[1:], strict=False)])
 
 
 @register_fake(experts_mlp)

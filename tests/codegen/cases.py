@@ -140,6 +140,8 @@ def _grouped(target: str) -> Iterator[Case]:
         yield Case(
             f"ops quantise_rows of {columns}", grouped.quantise_rows, grouped.of_quantise(target, columns), options
         )
+    for make, *given in grouped.GRADIENTS:
+        yield Case(f"ops {make.__name__} {given}", *make(*given), {"num_warps": 4})
     by_rows = grouped.on_hopper(*grouped.HOPPER_CASES[0], by_rows=True)
     yield Case("ops hopper grouped_matmul by rows", *by_rows, ("sm_90",))
 

@@ -12,7 +12,8 @@ from codegen.offline import SAMPLED, TARGETS, assembly_for, by_turns, compile_fo
 from iris.experts.combine import DISPATCHED, UNWEIGHTED
 from iris.ops.combine_in_stages import NUM_WARPS as STAGED_WARPS
 from iris.ops.combine_in_stages import REGISTERS, combine_in_stages
-from iris.ops.grouped import launch
+from iris.ops.grouped import activation_gradient as gradient
+from iris.ops.grouped import launch, sums
 from iris.ops.grouped.call import GroupedCall
 from iris.ops.grouped.launch import launch_of, portable_tiles
 from iris.ops.grouped.matmul import grouped_matmul
@@ -247,6 +248,32 @@ def test_activations_are_rounded_by_16_bytes(target, columns):
     if target.startswith("sm"):
         # Of eight elements that a thread has loaded together.
         assert "st.global.v2.b32" in text or "st.global.v4.b32" in text
+
+
+def of_gradient(columns, gated):
+    """The kernel, and its arguments for an activation of bf16."""
+    hidden, of_row = torch.empty(64, columns * (1 + gated), dtype=BF16), torch.empty(64, columns, dtype=BF16)
+    factors, numbers = torch.empty(64), torch.zeros(E, dtype=torch.int32)
+    rows = gradient.OfRows(hidden, of_row, factors, of_row, hidden, factors)
+    return gradient.activation_gradient, gradient.arguments_of(rows, numbers, numbers)
+
+
+def of_empty_groups():
+    offsets = torch.zeros(E + 1, dtype=torch.int32)
+    return sums.zero_empty_groups, (torch.empty(E, K, N, dtype=BF16), offsets, K * N, sums.BLOCK)
+
+
+GRADIENTS = [(of_gradient, 768, True), (of_gradient, 48, True), (of_gradient, 768, False), (of_empty_groups,)]
+
+
+@pytest.mark.parametrize(("target", "case"), one_of_each(TARGETS, GRADIENTS))
+def test_gradients_access_16_bytes_and_spill_nothing(target, case):
+    make, *given = case
+    kernel, arguments = make(*given)
+    compiled = compile_for(target, kernel, *arguments, num_warps=4)
+    wide = r"(global|buffer)_store_dwordx4" if target.startswith("gfx") else r"st\.global\.v4\.b32"
+    assert re.search(wide, compiled.text)
+    assert not target.startswith("sm") or not spilled(compiled)
 
 
 def test_groups_are_found_without_a_walk():

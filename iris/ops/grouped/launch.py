@@ -25,8 +25,9 @@ from iris.runtime.launch import addresses, prepare, remember
 # Of so many programs one ends before the others, where another kernel begins beside them.
 LEAVING = 8
 
-# What launches kernels of one kind.
+# What launches kernels of one kind, and the tiles of calls: to choose them takes the host longer than a launch.
 _prepared: dict[tuple, Any] = {}
+_chosen: dict[tuple, FusedConfig] = {}
 
 
 @breaks_graph("iris.ops.grouped_mm is for the host, and has no operator for graphs")
@@ -147,18 +148,25 @@ def programs(config: FusedConfig) -> int:
     return min(config.num_sms or most, most)
 
 
-def _choose(call: GroupedCall, config: FusedConfig | None) -> FusedConfig:
+def _chosen_for(call: GroupedCall, kind: tuple) -> FusedConfig:
+    """The tiles of a call for which none are given."""
+    key = (kind, call.room, len(call.mat_b), torch.backends.cuda.matmul.allow_tf32)
+    config = _chosen.get(key)
     if config is None:
-        for_hopper = on_hopper.hopper_tiles(call)
-        if not simulator.ACTIVE and on_hopper.problem(call, for_hopper) is None:
-            return for_hopper
-        return portable_tiles(call)
+        config = on_hopper.hopper_tiles(call)
+        if simulator.ACTIVE or on_hopper.problem(call, config):
+            config = portable_tiles(call)
+        remember(_chosen, key, config)
+    return config
+
+
+def _check(call: GroupedCall, config: FusedConfig) -> None:
+    """Raise unless this configuration can do it."""
     if config.variant != "kernel":
         raise InvalidConfigError(f"FusedConfig(variant={config.variant!r}) cannot do {NAME}(): it is a kernel's alone.")
     why = on_hopper.problem(call, config) if config.use_gluon else None
     if why:
         raise InvalidConfigError(f"FusedConfig(use_gluon=True) cannot do this {NAME}(): {why}.")
-    return config
 
 
 def portable_tiles(call: GroupedCall) -> FusedConfig:
@@ -185,9 +193,13 @@ def _tiles(itemsize: int, height: int, on_amd: bool, allow_tf32: bool) -> FusedC
 
 def enqueue(call: GroupedCall, config: FusedConfig | None, only_prepare: bool = False) -> None:
     """On the current stream, a call that has been checked; or only compile and load what carries such calls."""
-    config = _choose(call, config)
+    kind = _kind(call)
+    if config is None:
+        config = _chosen_for(call, kind)
+    else:
+        _check(call, config)
     kernel, arguments, options = launch_of(call, config)
-    given, key = by_name(kernel, **arguments), _kind(call, config)
+    given, key = by_name(kernel, **arguments), (config, kind)
     run = _prepared.get(key)
     if run is None:
         run = prepare(kernel, (programs(config), 1, 1), *given, **options)
@@ -196,7 +208,7 @@ def enqueue(call: GroupedCall, config: FusedConfig | None, only_prepare: bool = 
         run(None if simulator.ACTIVE else current_raw_stream(torch.cuda.current_device()), addresses(given))
 
 
-def _kind(call: GroupedCall, config: FusedConfig) -> tuple:
+def _kind(call: GroupedCall) -> tuple:
     """What is equal of calls that one prepared launch is for: it may be for other numbers of rows and groups."""
     tensors = [
         (role, each.dtype, each.stride(), each.shape[-1] if each.dim() > 1 else 0, each.data_ptr() % 16)
@@ -205,7 +217,7 @@ def _kind(call: GroupedCall, config: FusedConfig) -> tuple:
     device = call.mat_a.device.index
     # Of one group it does not matter how far it is to the next.
     groups = len(call.mat_b)
-    return (config, device, call.form(), groups == 1, call.progress and groups, tuple(tensors))
+    return (device, call.form(), groups == 1, call.progress and groups, tuple(tensors))
 
 
 def launch_of(call: GroupedCall, config: FusedConfig) -> tuple[Any, dict[str, Any], dict[str, Any]]:

@@ -4,8 +4,6 @@ import functools
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris.heap.tensor_map import ELEMENTS
 from iris.ops.config import FusedConfig
@@ -125,20 +123,10 @@ def hopper_arguments(call: GroupedCall, config: FusedConfig, leaving: int) -> di
     # With an activation it is fetched by halves in any case.
     of_b = [N // (2 if call.gated else parts), K] if trans_b else [K, N]
     return {
-        "tensor_map_a": _tensor_map(a[0], [M // 2, K]),
-        "tensor_map_b": _tensor_map(b[0], of_b),
+        "tensor_map_a": hopper.tensor_map(a[0], [M // 2, K]),
+        "tensor_map_b": hopper.tensor_map(b[0], of_b),
         "extents": GroupedExtents(call.columns, call.mat_b.shape[1], a[1], b[1]),
         "TILING": GroupedTiling(M, N, stages(call, config), config.group_size_m, trans_b, leaving, parts),
         "progress": call.progress,
         "STAGES": stages_of(len(call.mat_b)) if call.progress else None,
     }
-
-
-def _tensor_map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    layout = _layout(*block, hopper.OPERANDS[matrix.dtype])
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block, layout)
-
-
-@functools.cache
-def _layout(rows: int, columns: int, element: Any) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
