@@ -40,10 +40,7 @@ def wait_in_ptx(PARTS, STRIDE, LOWEST, POLLS, TOGETHER):
     are wanted. ``LOWEST``: the lowest bit of each element of a word. It ends after so many ``POLLS`` in any case; 0 is
     for ever.
     """
-
-    def operand(number, vector):
-        return f"${number * TOGETHER + vector}"
-
+    operand = [[f"${number * TOGETHER + vector}" for vector in range(TOGETHER)] for number in range(4 * PARTS + 6)]
     address, own = 4 * PARTS, 4 * PARTS + 1
     bits = [4 * PARTS + 2 + word for word in range(4)]
     each = [(part, vector) for vector in range(TOGETHER) for part in range(PARTS)]
@@ -52,28 +49,28 @@ def wait_in_ptx(PARTS, STRIDE, LOWEST, POLLS, TOGETHER):
     for vector in range(TOGETHER):
         # Nothing is read of a part of which nothing is wanted: there may be no memory.
         lines += [
-            f"or.b32 late, {operand(bits[0], vector)}, {operand(bits[1], vector)};",
-            f"or.b32 zero, {operand(bits[2], vector)}, {operand(bits[3], vector)};",
+            f"or.b32 late, {operand[bits[0]][vector]}, {operand[bits[1]][vector]};",
+            f"or.b32 zero, {operand[bits[2]][vector]}, {operand[bits[3]][vector]};",
             "or.b32 late, late, zero;",
             "setp.ne.s32 wanted, late, 0;",
         ]
         for part in range(PARTS):
-            lines += [f"setp.ne.and.s32 reads{part}_{vector}, {operand(own, vector)}, {part}, wanted;"]
+            lines += [f"setp.ne.and.s32 reads{part}_{vector}, {operand[own][vector]}, {part}, wanted;"]
             # What is not read is never missing.
-            lines += [f"mov.b32 {operand(4 * part + word, vector)}, -1;" for word in range(4)]
+            lines += [f"mov.b32 {operand[4 * part + word][vector]}, -1;" for word in range(4)]
     lines += ["POLL:"]
     for part, vector in each:
-        words = ", ".join(operand(4 * part + word, vector) for word in range(4))
-        place = f"[{operand(address, vector)} + {part * STRIDE}]"
+        words = ", ".join(operand[4 * part + word][vector] for word in range(4))
+        place = f"[{operand[address][vector]} + {part * STRIDE}]"
         # In no order with anything else, as `iris.language.ordering.load_relaxed`: the words are their own flags.
         lines += [f"@reads{part}_{vector} ld.relaxed.sys.global.v4.b32 {{{words}}}, {place};"]
     lines += ["mov.b32 late, 0;"]
     for part, vector in each:
         for word in range(4):
-            place = operand(4 * part + word, vector)
+            place = operand[4 * part + word][vector]
             # As `iris.language.lamport.missing_elements`; 0x20 is a & ~b & c (PTX ISA, "lop3").
             lines += [f"sub.s32 zero, {place}, {LOWEST};"]
-            lines += [f"lop3.b32 zero, zero, {place}, {operand(bits[word], vector)}, 0x20;", "or.b32 late, late, zero;"]
+            lines += [f"lop3.b32 zero, zero, {place}, {operand[bits[word]][vector]}, 0x20;", "or.b32 late, late, zero;"]
     # Threads of a warp leave together. Where each left by itself, a sum with a norm took up to 0.8 us more (2 x H200).
     lines += ["setp.ne.s32 again, late, 0;", "vote.sync.any.pred again, again, 0xffffffff;"]
     if POLLS:
@@ -103,7 +100,7 @@ def wait_by_warp(
     TOGETHER: tl.constexpr = vectors_at_once(NUMBER, cuda.num_threads(), PARTS)
     v = flat_vectors(NUMBER)
     found = tl.inline_asm_elementwise(
-        wait_in_ptx(PARTS, 4 * STRIDE, LOWEST, POLLS, TOGETHER),
+        wait_in_ptx(PARTS, STRIDE=4 * STRIDE, LOWEST=LOWEST, POLLS=POLLS, TOGETHER=TOGETHER),
         operands(PARTS, TOGETHER),
         [tl.cast(begins + 4 * v, tl.int64), own + 0 * v, bits[0], bits[1], bits[2], bits[3]],
         dtype=words_of(PARTS),
