@@ -18,12 +18,14 @@ any time.
 import threading
 import weakref
 from collections import Counter, defaultdict, deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from iris import observer
+from iris.cuda_graphs.capture import relaxed
 from iris.heap.allocator import Allocator, round_up
 from iris.heap.history import tensor_text
 from iris.heap.lifetime import Life
@@ -222,7 +224,10 @@ class Pool:
         for region in self._regions:
             offset = region.allocator.allocate(room)
             if offset is not None:
-                self._behind = [event for event in self._behind if not event.query()]
+                # Another thread may capture a graph, which a question about an event would end.
+                asks = self._behind and self._device.type == "cuda"
+                with relaxed() if asks else nullcontext():
+                    self._behind = [event for event in self._behind if not event.query()]
                 for event in self._behind:
                     stream.wait_event(event)
                 return _Block(region, offset, room, stream, "")
