@@ -59,8 +59,8 @@ def multiply_in_rounds(ctx, seed):
         for operation in OPERATIONS:
             time.sleep(0.02 * (len(operation) % ctx.num_ranks == ctx.cur_rank))
             for config in ("chosen", "fused", "copies"):
-                case = (5, 7, 9), torch.float32, config, "rows", "rows", "rows", False, False, False
-                multiply(ctx, operation, [case])
+                for shape, dtype in (((5, 7, 9), torch.float32), ((11, 40, 24), torch.bfloat16)):
+                    multiply(ctx, operation, [(shape, dtype, config, "rows", "rows", "rows", False, False, False)])
         gather_columns(ctx)
         normalise(ctx)
 

@@ -13,7 +13,13 @@ import iris.distributed  # noqa: F401 (registers the backend)
 from ccl.calls import LAYOUTS, Case, sample
 from ccl.test_over_hosts import move, move_among
 from ccl.test_process_group import make_group
-from iris.errors import GroupAbortedError, InvalidCollectiveError, MismatchedCollectiveError, PeerLostError
+from iris.errors import (
+    FirstUseInCaptureError,
+    GroupAbortedError,
+    InvalidCollectiveError,
+    MismatchedCollectiveError,
+    PeerLostError,
+)
 
 SHAPES = [(0,), (1,), (5, 3), (70_001,)]
 
@@ -166,6 +172,31 @@ def wait_for_nobody(ctx):
 @pytest.mark.ranks(Hosts(2, 2), Hosts(4, 1))
 def test_nobody_waits_for_a_message_of_a_broken_group(ranks, mistaken):
     ranks.run(wait_for_nobody)
+
+
+def send_first_in_a_capture(ctx):
+    """A capture is played here; on GPUs the same call asks CUDA."""
+    half = ctx.num_ranks // 2
+    peer, number = (ctx.cur_rank + half) % ctx.num_ranks, torch.tensor([float(ctx.cur_rank)], device=ctx.device)
+    got = torch.empty_like(number)
+
+    def refuse(call):
+        raise FirstUseInCaptureError(call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("iris.ccl.over_hosts.refuse_in_capture", refuse)
+        for call, tensor in ((ctx.ccl.send, number), (ctx.ccl.recv, got)):
+            with pytest.raises(FirstUseInCaptureError, match=f"message between ranks {ctx.cur_rank} and {peer}"):
+                call(tensor, peer)
+    for call, tensor in ((ctx.ccl.send, number), (ctx.ccl.recv, got))[:: 1 if ctx.cur_rank < half else -1]:
+        call(tensor, peer)
+    assert got.item() == peer
+    ctx.barrier()
+
+
+@pytest.mark.ranks(Hosts(2, 1))
+def test_the_first_message_of_two_ranks_is_not_in_a_capture(ranks):
+    ranks.run(send_first_in_a_capture)
 
 
 def let_go(ctx):

@@ -113,7 +113,7 @@ def test_a_program_that_names_the_backend_alone_trains_on_a_mesh_of_hosts():
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("as by one process") == 3 * 4
+    assert done.stdout.count("as by one process") == 4 * 4
 
 
 def ask_for_uneven_hosts(ctx, members):

@@ -1,10 +1,11 @@
 """Round after round on one workspace: other data each time, no meeting of hosts in between, a rank that comes late."""
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
-from covering import covering
+from covering import EVERYTHING, covering
 
 from iris.ops import FusedConfig
 from iris.ops.copies import COPIED
@@ -88,9 +89,11 @@ def play(ctx, name, config, **sizes):
     data = Round(ctx, name, **OPERANDS.get(config, {}) | sizes)
     out = ctx.zeros(*data.expected(0).shape, dtype=torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
-    for number in range(2000 if on_gpu else 3):
+    for number in range(2000 if on_gpu else 2 * ctx.num_ranks if EVERYTHING else 3):
         if on_gpu and number % 40 == ctx.cur_rank:
             torch.cuda._sleep(LATE)
+        elif not on_gpu and number % ctx.num_ranks == ctx.cur_rank:
+            time.sleep(0.02)
         getattr(ctx.ops, name)(out, data.a(number, ctx.cur_rank), data.b[ctx.cur_rank], config=CONFIGS[config])
         wrong += (out.float() != data.expected(number)).sum()
     assert wrong.item() == 0

@@ -1,4 +1,5 @@
-"""Trains as programs do that know nothing of Iris but the backend's name: DDP, FSDP2 on a mesh, tensor parallel layers.
+"""Trains as programs do that know nothing of Iris but the backend's name: DDP, FSDP2 on a mesh, tensor parallel layers,
+and these within a host with FSDP2 over hosts.
 
 Under torchrun, four ranks on two hosts, or on one machine, where they count as two; the mesh replicates over hosts and
 shards within them. Each result is that of the same steps by one process.
@@ -44,11 +45,18 @@ def main():
     batch = torch.randn(ROWS * dist.get_world_size(), FEATURES)
     own = batch[ROWS * dist.get_rank() :][:ROWS]
     expected = train(model(), batch)
+    # Of a host, whose ranks share a model.
+    shared = batch.chunk(2)[mesh["replicate"].get_local_rank()]
     layers = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+    def split():
+        return parallelize_module(model(), mesh["shard"], layers)
+
     for name, trained in {
         "data parallel": train(DistributedDataParallel(model()), own),
         "fully sharded": train(fully_shard(model(), mesh=mesh), own),
-        "tensor parallel": train(parallelize_module(model(), mesh["shard"], layers), batch),
+        "tensor parallel": train(split(), batch),
+        "tensor parallel, sharded over hosts": train(fully_shard(split(), mesh=mesh["replicate"]), shared),
     }.items():
         for parameter, reference in zip(trained.parameters(), expected.parameters(), strict=True):
             whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
