@@ -66,9 +66,9 @@ def send_weights(ctx, slot, topk_weights, call, EXTENTS: tl.constexpr):
 
 @triton.jit
 def places_of(slot, places, token, there, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """For each choice of tokens, their rows on this rank, -1 for none, and weights; two tuples.
+    """For each choice of a token, its row on this rank, -1 for none, and its weight; two tuples.
 
-    ``token``: numbers among the tokens of all ranks, if they are ``there``.
+    ``token``: its number among the tokens of all ranks, if it is ``there``.
     """
     K: tl.constexpr = EXTENTS.K
     rows, weights = (), ()
@@ -78,35 +78,44 @@ def places_of(slot, places, token, there, WEIGHTS: tl.constexpr, EXTENTS: tl.con
         if WEIGHTS == UNWEIGHTED:
             weights += (1.0,)
         else:
-            weights += (tl.load(slot.weights + at, mask=there, other=0),)
+            # That of a choice whose expert is elsewhere may be no number.
+            weights += (tl.where(rows[choice] >= 0, tl.load(slot.weights + at, mask=there, other=0.0), 0.0),)
     return rows, weights
 
 
 @triton.jit
 def load_rows(y, rows, columns, EXTENTS: tl.constexpr):
-    """Columns of tokens' rows on this rank, a tuple with a block for each choice."""
+    """Columns of a token's rows on this rank, a tuple with a block for each choice."""
     K: tl.constexpr = EXTENTS.K
     found = ()
     for choice in tl.static_range(K):
-        at = (tl.cast(rows[choice], tl.int64) * EXTENTS.H)[:, None] + columns[None, :]
-        mask = (rows[choice] >= 0)[:, None] & (columns < EXTENTS.H)[None, :]
-        found += (tl.load(y + at, mask=mask, other=0),)
+        at = tl.cast(rows[choice], tl.int64) * EXTENTS.H + columns
+        found += (tl.load(y + at, mask=(rows[choice] >= 0) & (columns < EXTENTS.H), other=0),)
     return found
 
 
 @triton.jit
-def add_up(found, rows, weights, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """The sums of tokens' rows, float32, in the order of their choices."""
+def load_next(y, rows, next_rows, start, EXTENTS: tl.constexpr):
+    """As `load_rows`, the columns behind those from ``start`` on; behind the last ones the next token's first."""
+    K: tl.constexpr = EXTENTS.K
+    ends = start + EXTENTS.ADDED >= EXTENTS.H
+    found = ()
+    for choice in tl.static_range(K):
+        found += (tl.where(ends, next_rows[choice], rows[choice]),)
+    return load_rows(y, found, tl.where(ends, 0, start + EXTENTS.ADDED) + tl.arange(0, EXTENTS.ADDED), EXTENTS)
+
+
+@triton.jit
+def add_up(found, weights, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """The sum of a token's rows, float32, in the order of its choices."""
     K: tl.constexpr = EXTENTS.K
     total = tl.zeros(found[0].shape, dtype=tl.float32)
     for choice in tl.static_range(K):
-        # Of many tokens the experts of half of the choices and more are elsewhere.
-        if tl.max(rows[choice], axis=0) >= 0:
-            row = found[choice].to(tl.float32)
-            if WEIGHTS != UNWEIGHTED:
-                # Not by the weight of a choice whose expert is elsewhere: that may be no number.
-                row *= tl.where(rows[choice] >= 0, weights[choice], 0)[:, None]
-            total += row
+        # Of experts elsewhere zeros: that takes less than to leave them out.
+        row = found[choice].to(tl.float32)
+        if WEIGHTS != UNWEIGHTED:
+            row *= weights[choice]
+        total += row
     return total
 
 
@@ -115,23 +124,27 @@ def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, 
     """Step 3, for tokens [first, last) of rank ``source``."""
     K: tl.constexpr = EXTENTS.K
     column = tl.arange(0, EXTENTS.ADDED)
-    for some in range(first, last, EXTENTS.SUMS):
-        token = some + tl.arange(0, EXTENTS.SUMS)
-        there = tl.cast(source, tl.int64) * EXTENTS.M + token
-        rows, weights = places_of(slot, places, there, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+    region = tl.cast(source, tl.int64) * EXTENTS.M
+    rows, weights = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+    found = load_rows(y, rows, column, EXTENTS)
+    for token in range(first, last):
+        # Of the next token, and then its first columns, are under way while this one's are added up.
+        next_rows, next_weights = places_of(
+            slot, places, region + token + 1, token + 1 < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
+        )
         here = rows[0] >= 0
         for choice in tl.static_range(1, K):
             here = here | (rows[choice] >= 0)
-        target = slot.partials + ((tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H)[:, None]
-        # The next columns are under way while these are added up.
-        found = load_rows(y, rows, column, EXTENTS)
+        target = slot.partials + (tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H
         for start in range(0, EXTENTS.H, EXTENTS.ADDED):
             columns = start + column
-            later = load_rows(y, rows, columns + EXTENTS.ADDED, EXTENTS)
-            total = add_up(found, rows, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+            later = load_next(y, rows, next_rows, start, EXTENTS)
+            total = add_up(found, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
             found = later
-            mask = here[:, None] & (columns < EXTENTS.H)[None, :]
-            ctx.store(target + columns[None, :], total.to(slot.partials.dtype.element_ty), source, mask=mask)
+            ctx.store(
+                target + columns, total.to(slot.partials.dtype.element_ty), source, mask=here & (columns < EXTENTS.H)
+            )
+        rows, weights = next_rows, next_weights
 
 
 @triton.jit
@@ -153,38 +166,67 @@ def add_bias(total, found):
 
 
 @triton.jit
-def receive_sums(ctx, slot, y, places, out, bias, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """Step 4, behind the wait, for own tokens [first, last)."""
-    # The sums of so many ranks are under way at once. Ranks that there are not have no bit.
-    PEERS: tl.constexpr = min(EXTENTS.RANKS, 8)
-    rank = ctx.cur_rank
-    column = tl.arange(0, EXTENTS.ADDED)
-    for some in range(first, last, EXTENTS.SUMS):
-        token = some + tl.arange(0, EXTENTS.SUMS)
-        own = tl.cast(rank, tl.int64) * EXTENTS.M + token
-        rows, weights = places_of(slot, places, own, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-        bits = owner_bits(load_sent_choices(slot, own, token < last, EXTENTS), EXTENTS)
-        found = load_rows(y, rows, column, EXTENTS)
+def load_sums(slot, bits, rank, token, columns, first, PEERS: tl.constexpr, EXTENTS: tl.constexpr):
+    """Columns of what other ranks have made of an own token: of so many, from the ``first`` other one on.
+
+    ``bits``: of the ranks that have experts of it.
+    """
+    sums = ()
+    for each in tl.static_range(PEERS):
+        peer = first + each + (first + each >= rank).to(tl.int32)
+        at = (tl.cast(peer, tl.int64) * EXTENTS.M + token) * EXTENTS.H + columns
+        # Ranks that there are not have no bit.
+        sums += (tl.load(slot.partials + at, mask=has_bit(bits, peer) & (columns < EXTENTS.H), other=0),)
+    return sums
+
+
+@triton.jit
+def receive_sums(ctx, slot, y, places, out, bias, bits, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """Step 4, behind the wait, for own tokens [first, last). ``bits [SUMS]``: of the ranks of their experts."""
+    # The sums of so many ranks are under way at once.
+    PEERS: tl.constexpr = max(1, min(EXTENTS.W - 1, 8))
+    rank, region = ctx.cur_rank, tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M
+    column, number = tl.arange(0, EXTENTS.ADDED), tl.arange(0, EXTENTS.SUMS)
+    rows, weights = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+    next_bits = tl.max(tl.where(number == 0, bits, 0), axis=0)
+    found = load_rows(y, rows, column, EXTENTS)
+    sums = load_sums(slot, next_bits, rank, first, column, 0, PEERS=PEERS, EXTENTS=EXTENTS)
+    for token in range(first, last):
+        next_rows, next_weights = places_of(
+            slot, places, region + token + 1, token + 1 < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
+        )
+        its_bits, next_bits = next_bits, tl.max(tl.where(number == token + 1 - first, bits, 0), axis=0)
         for start in range(0, EXTENTS.H, EXTENTS.ADDED):
             columns = start + column
-            inside = (columns < EXTENTS.H)[None, :]
-            later = load_rows(y, rows, columns + EXTENTS.ADDED, EXTENTS)
-            own_sum = add_up(found, rows, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-            found = later
-            at = (tl.cast(token, tl.int64) * EXTENTS.H)[:, None] + columns[None, :]
-            to_add = load_bias(bias, at, (token < last)[:, None] & inside)
+            inside = columns < EXTENTS.H
+            at = tl.cast(token, tl.int64) * EXTENTS.H + columns
+            to_add = load_bias(bias, at, inside)
+            ends = start + EXTENTS.ADDED >= EXTENTS.H
+            later = load_next(y, rows, next_rows, start, EXTENTS)
+            later_sums = load_sums(
+                slot,
+                tl.where(ends, next_bits, its_bits),
+                rank,
+                token + ends.to(tl.int32),
+                tl.where(ends, 0, start + EXTENTS.ADDED) + column,
+                0,
+                PEERS=PEERS,
+                EXTENTS=EXTENTS,
+            )
+            own_sum = add_up(found, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
             total = tl.zeros_like(own_sum)
-            for group in range(0, EXTENTS.W, PEERS):
-                sums = ()
+            for first_other in range(0, EXTENTS.W - 1, PEERS):
                 for each in tl.static_range(PEERS):
-                    peer = group + each
-                    sent = ((tl.cast(peer, tl.int64) * EXTENTS.M + token) * EXTENTS.H)[:, None] + columns[None, :]
-                    mask = (has_bit(bits, peer) & (peer != rank))[:, None] & inside
-                    sums += (tl.load(slot.partials + sent, mask=mask, other=0).to(tl.float32),)
-                for each in tl.static_range(PEERS):
-                    total += tl.where(group + each == rank, own_sum, sums[each])
+                    # Own ones between those of the ranks before and behind this one.
+                    other = first_other + each
+                    total += tl.where((other == rank) & (other < EXTENTS.W - 1), own_sum, 0)
+                    total += sums[each].to(tl.float32)
+                sums = load_sums(slot, its_bits, rank, token, columns, first_other + PEERS, PEERS=PEERS, EXTENTS=EXTENTS)
+            total += tl.where(rank == EXTENTS.W - 1, own_sum, 0)
+            found, sums = later, later_sums
             total = add_bias(total, to_add)
-            tl.store(out + at, total.to(out.dtype.element_ty), mask=(token < last)[:, None] & inside)
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        rows, weights = next_rows, next_weights
 
 
 @triton.jit
@@ -196,13 +238,13 @@ def send(ctx, slot, y, topk_weights, places, call, WEIGHTS: tl.constexpr, EXTENT
     peers = lanes()
     most = tl.max(tl.load(slot.tokens + peers, mask=(peers < EXTENTS.W) & (peers != rank), other=0), axis=0)
     first, last = chunk_of(most, program, EXTENTS)
-    steps = tl.maximum(steps_of(first, last, EXTENTS), 1)
+    steps = tl.maximum(steps_of(first, last, EXTENTS.SUMS), 1)
     for step in range(steps):
         for distance in range(1, EXTENTS.W):
             source = (rank + distance) % EXTENTS.W
             first, last = chunk_of(tl.load(slot.tokens + source), program, EXTENTS)
-            first += step * EXTENTS.STEP
-            last = tl.minimum(first + EXTENTS.STEP, last)
+            first += step * EXTENTS.SUMS
+            last = tl.minimum(first + EXTENTS.SUMS, last)
             send_sums(ctx, slot, y, places, source=source, first=first, last=last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
         reached = tl.where(step == steps - 1, EXTENTS.STEPS - 1, step + 1)
         signal_others(ctx, slot.returned + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + reached)
@@ -230,13 +272,17 @@ def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS:
         ctx.wait(slot.weighed + ctx.cur_rank * EXTENTS.PROGRAMS + program, call, cmp="reached")
     flags = slot.returned + lanes() * EXTENTS.PROGRAMS + program
     first, last = chunk_of(tl.load(slot.tokens + ctx.cur_rank), program, EXTENTS)
-    steps = steps_of(first, last, EXTENTS)
-    for step in range(steps):
+    for step in range(steps_of(first, last, EXTENTS.SUMS)):
+        begin = first + step * EXTENTS.SUMS
+        token = begin + tl.arange(0, EXTENTS.SUMS)
+        region = tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M
+        bits = owner_bits(load_sent_choices(slot, region + token, token < last, EXTENTS), EXTENTS)
         value = call * EXTENTS.STEPS + step + 1
         wait_for_sums(ctx, slot, flags, program=program, value=value, statistics=statistics, EXTENTS=EXTENTS)
-        begin = first + step * EXTENTS.STEP
-        end = tl.minimum(begin + EXTENTS.STEP, last)
-        receive_sums(ctx, slot, y, places, out=out, bias=bias, first=begin, last=end, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        end = tl.minimum(begin + EXTENTS.SUMS, last)
+        receive_sums(
+            ctx, slot, y, places, out=out, bias=bias, bits=bits, first=begin, last=end, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
+        )
     last_value = call * EXTENTS.STEPS + EXTENTS.STEPS - 1
     wait_for_sums(ctx, slot, flags, program=program, value=last_value, statistics=statistics, EXTENTS=EXTENTS)
 

@@ -42,7 +42,7 @@ from iris.experts.routing import (
     steps_of,
     tokens_of,
 )
-from iris.experts.rows import NOT, copy_rows, send_rows
+from iris.experts.rows import NOT, copy_rows, load_columns, send_rows
 from iris.experts.statistics import begin_wait, count_rows, end_dispatch_wait
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
@@ -88,13 +88,34 @@ def send(
 ):
     """Steps 1 and 2."""
     rank, program = ctx.cur_rank, tl.program_id(0)
-    send_choices(ctx, slot, topk_ids, topk_weights, tokens=tokens, weighted=weighted, EXTENTS=EXTENTS)
     first, last = chunk_of(tokens, program, EXTENTS)
+    token = first + tl.arange(0, EXTENTS.STEP)
     if FORM.MOVES:
-        for step in range(steps_of(first, last, EXTENTS)):
-            token = first + step * EXTENTS.STEP + tl.arange(0, EXTENTS.STEP)
-            bits = owner_bits(load_choices(topk_ids, token, token < last, EXTENTS), EXTENTS)
-            send_rows(ctx, slot, x, scales, token=token, bits=bits, FORM=FORM, EXTENTS=EXTENTS)
+        # Rows are under way while choices are numbered, and choices of two steps ahead while rows are sent.
+        bits = owner_bits(load_choices(topk_ids, token, token < last, EXTENTS), EXTENTS)
+        later = load_choices(topk_ids, token + EXTENTS.STEP, token + EXTENTS.STEP < last, EXTENTS)
+        rows, column = x + tl.cast(token, tl.int64) * EXTENTS.H, tl.arange(0, EXTENTS.BLOCK)
+        found = load_columns(rows, bits != 0, column, EXTENTS.H, other=0)
+    send_choices(ctx, slot, topk_ids, topk_weights, tokens=tokens, weighted=weighted, EXTENTS=EXTENTS)
+    if FORM.MOVES:
+        for step in range(steps_of(first, last, EXTENTS.STEP)):
+            next_token = token + EXTENTS.STEP
+            next_bits = owner_bits(later, EXTENTS)
+            later = load_choices(topk_ids, next_token + EXTENTS.STEP, next_token + EXTENTS.STEP < last, EXTENTS)
+            found = send_rows(
+                ctx,
+                slot,
+                x,
+                scales,
+                found,
+                token=token,
+                bits=bits,
+                next_token=next_token,
+                next_bits=next_bits,
+                FORM=FORM,
+                EXTENTS=EXTENTS,
+            )
+            token, bits = next_token, next_bits
             # To this rank too, whose own rows are sent where they are divided.
             signal_all(ctx, slot.sent + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + step + 1)
 
@@ -183,7 +204,7 @@ def receive(
         begin, end = first_rows(total, alignment, EXTENTS)
         start = tl.reshape(begin[None, :] + tl.cumsum(whole, axis=0) - whole + before, (STARTS,))
         first, last = chunk_of(most, program, EXTENTS)
-        steps = steps_of(first, last, EXTENTS)
+        steps = steps_of(first, last, EXTENTS.STEP)
         for turn in range(steps * EXTENTS.W):
             source, first, last = turn_of(turn, tokens, rank, program, EXTENTS=EXTENTS)
             word = later

@@ -76,9 +76,9 @@ from iris.runtime.workspace import Workspace
 ALIGNMENT = 1024
 # Chosen on two H200 among tiles of 1 to 16 tokens, 2 and 4 KiB, programs of 4, 8 and 16 warps. Tokens of a step, and
 # of how many a program adds up the rows at a time.
-STEP, SUMS = 4, 1
+STEP, SUMS = 4, 4
 # Bytes of each row that a program sends at a time, copies (more, since nothing is computed), and adds up.
-BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 4096, 4096
+BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 4096, 2048
 # Choices that a program compares with each other, and numbers of rows that it adds up at a time.
 PAIRS, TALLIES = 128, 2048
 # Of `iris.ops.combine_in_stages`: stages at most, and tokens of a rank that have a flag for each.
@@ -119,7 +119,7 @@ def extents(
         RANKS=next_power_of_2(size),
         COUNTED=max(1, PAIRS // choices),
         STEP=STEP,
-        STEPS=cdiv(cdiv(max_tokens, programs), STEP) + 1,
+        STEPS=cdiv(cdiv(max_tokens, programs), min(STEP, SUMS)) + 1,
         PROGRAMS=programs,
         SUMS=SUMS,
         BLOCK=min(next_power_of_2(hidden), BLOCK_BYTES // dtype.itemsize),

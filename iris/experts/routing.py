@@ -38,9 +38,9 @@ def chunk_of(tokens, program, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def steps_of(first, last, EXTENTS: tl.constexpr):
-    """How many steps the tokens [first, last) take."""
-    return (last - first + EXTENTS.STEP - 1) // EXTENTS.STEP
+def steps_of(first, last, STEP: tl.constexpr):
+    """How many steps of so many tokens the tokens [first, last) take."""
+    return (last - first + STEP - 1) // STEP
 
 
 @triton.jit
