@@ -30,6 +30,7 @@ from iris.experts.numbering import load_sent_choices
 from iris.experts.routing import (
     chunk_of,
     has_bit,
+    load_places,
     number_of_program,
     owner_bits,
     signal_all,
@@ -71,10 +72,9 @@ def places_of(slot, places, token, there, WEIGHTS: tl.constexpr, EXTENTS: tl.con
     ``token``: its number among the tokens of all ranks, if it is ``there``.
     """
     K: tl.constexpr = EXTENTS.K
-    rows, weights = (), ()
+    rows, weights = load_places(places, token, there, EXTENTS), ()
     for choice in tl.static_range(K):
         at = tl.cast(token, tl.int64) * EXTENTS.K + choice
-        rows += (tl.load(places + at, mask=there, other=-1),)
         if WEIGHTS == UNWEIGHTED:
             weights += (1.0,)
         else:

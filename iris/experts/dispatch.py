@@ -36,6 +36,7 @@ from iris.experts.routing import (
     chunk_of,
     load_choices,
     load_experts,
+    load_places,
     number_of_program,
     owner_bits,
     signal_all,
@@ -47,6 +48,7 @@ from iris.experts.statistics import begin_wait, count_rows, end_dispatch_wait
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
+from iris.language.fences import cta_sync
 from iris.language.ordering import store_after_sync
 
 
@@ -121,52 +123,41 @@ def send(
 
 
 @triton.jit
-def turn_of(turn, tokens, rank, program, EXTENTS: tl.constexpr):
-    """The source, and the tokens [first, last) of it, of a program's ``turn``: each step has one of each rank.
+def turn_of(turn, tokens, rank, program, SIZE: tl.constexpr, EXTENTS: tl.constexpr):
+    """The source, and the tokens [first, last) of it, of a program's ``turn``: by turns ``SIZE`` of each rank.
 
     ``tokens``: of each rank.
     """
     source = (rank + turn % EXTENTS.W) % EXTENTS.W
     first, last = chunk_of(of_rank(tokens, source, EXTENTS), program, EXTENTS)
-    first += turn // EXTENTS.W * EXTENTS.STEP
-    return source, first, tl.minimum(first + EXTENTS.STEP, last)
+    first += turn // EXTENTS.W * SIZE
+    return source, first, tl.minimum(first + SIZE, last)
 
 
 @triton.jit
 def words_of_turn(slot, turn, tokens, rank, program, EXTENTS: tl.constexpr):
-    """What the rank has sent of its tokens."""
-    source, first, last = turn_of(turn, tokens, rank, program, EXTENTS=EXTENTS)
-    token = first + tl.arange(0, EXTENTS.STEP)
+    """What the rank has sent of its tokens, whose choices are placed together."""
+    source, first, last = turn_of(turn, tokens, rank, program, SIZE=EXTENTS.COUNTED, EXTENTS=EXTENTS)
+    token = first + tl.arange(0, EXTENTS.COUNTED)
     return load_words(slot, tl.cast(source, tl.int64) * EXTENTS.M + token, token < last, EXTENTS)
 
 
 @triton.jit
-def place_step(
-    slot, x, scales, layout, word, source, rank, first, last, start, FORM: tl.constexpr, EXTENTS: tl.constexpr
-):
-    """Copy the rows of the tokens [first, last) of rank ``source``, of a step, to their experts.
+def place_choices(slot, layout, later, start, tokens, rank, program, turns, EXTENTS: tl.constexpr):
+    """Where the choices of a program's tokens go, to ``places``.
 
-    ``word``: what it has sent of them. ``start``: of `rows_of`.
+    ``later``: of `words_of_turn`, the first. ``start``: of `rows_of`.
     """
-    k, token = choices(EXTENTS), first + tl.arange(0, EXTENTS.STEP)
-    place = rows_of(word, start, source=source, rank=rank, EXTENTS=EXTENTS)
-    at = (tl.cast(source, tl.int64) * EXTENTS.M + token)[:, None] * EXTENTS.K + k[None, :]
-    tl.store(layout.places + at, place, mask=(token < last)[:, None] & (k < EXTENTS.K)[None, :])
-    if FORM.MOVES:
-        # The row of an expert that was chosen twice is copied for the first choice.
-        copied = tl.where(word >= 0, place, -1)
-        copy_rows(
-            slot,
-            x,
-            scales,
-            layout,
-            token=token,
-            source=source,
-            rank=rank,
-            copied=copied,
-            FORM=FORM,
-            EXTENTS=EXTENTS,
-        )
+    k = choices(EXTENTS)
+    for turn in range(turns):
+        word = later
+        # Of the next turn, under way while these are placed.
+        later = words_of_turn(slot, turn + 1, tokens=tokens, rank=rank, program=program, EXTENTS=EXTENTS)
+        source, first, last = turn_of(turn, tokens, rank, program, SIZE=EXTENTS.COUNTED, EXTENTS=EXTENTS)
+        token = first + tl.arange(0, EXTENTS.COUNTED)
+        at = (tl.cast(source, tl.int64) * EXTENTS.M + token)[:, None] * EXTENTS.K + k[None, :]
+        place = rows_of(word, start, source=source, rank=rank, EXTENTS=EXTENTS)
+        tl.store(layout.places + at, place, mask=(token < last)[:, None] & (k < EXTENTS.K)[None, :])
 
 
 @triton.jit
@@ -197,40 +188,33 @@ def receive(
     most = tl.max(tokens, axis=0)
     # Programs before this one have tokens if it has; the first writes what there is of all.
     if (program < most) | (program == 0):
-        # Of the first turn, under way while tallies are added up.
+        # Under way while tallies are added up.
         later = words_of_turn(slot, 0, tokens=tokens, rank=rank, program=program, EXTENTS=EXTENTS)
         before, whole = add_tallies(slot, tokens, program, EXTENTS)
         total = tl.sum(whole, axis=0)
         begin, end = first_rows(total, alignment, EXTENTS)
         start = tl.reshape(begin[None, :] + tl.cumsum(whole, axis=0) - whole + before, (STARTS,))
         first, last = chunk_of(most, program, EXTENTS)
-        steps = steps_of(first, last, EXTENTS.STEP)
-        for turn in range(steps * EXTENTS.W):
-            source, first, last = turn_of(turn, tokens, rank, program, EXTENTS=EXTENTS)
-            word = later
-            # Of the next turn, under way while rows are copied.
-            later = words_of_turn(slot, turn + 1, tokens=tokens, rank=rank, program=program, EXTENTS=EXTENTS)
-            if first < last:
-                # Own rows have not gone anywhere, unless they were divided.
-                if FORM.MOVES & ((source != rank) | DIVIDED):
-                    flag = slot.sent + source * EXTENTS.PROGRAMS + program
-                    begun = begin_wait(statistics)
-                    ctx.wait(flag, call * EXTENTS.STEPS + turn // EXTENTS.W + 1, cmp="reached")
-                    end_dispatch_wait(statistics, source, begun)
-                place_step(
-                    slot,
-                    x,
-                    scales,
-                    layout,
-                    word=word,
-                    source=source,
-                    rank=rank,
-                    first=first,
-                    last=last,
-                    start=start,
-                    FORM=FORM,
-                    EXTENTS=EXTENTS,
-                )
+        turns = steps_of(first, last, EXTENTS.COUNTED) * EXTENTS.W
+        place_choices(
+            slot, layout, later, start, tokens=tokens, rank=rank, program=program, turns=turns, EXTENTS=EXTENTS
+        )
+        if FORM.MOVES:
+            # What other threads have stored is read.
+            cta_sync()
+            for turn in range(steps_of(first, last, EXTENTS.STEP) * EXTENTS.W):
+                source, begin_of, end_of = turn_of(turn, tokens, rank, program, SIZE=EXTENTS.STEP, EXTENTS=EXTENTS)
+                if begin_of < end_of:
+                    token = begin_of + tl.arange(0, EXTENTS.STEP)
+                    there = tl.cast(source, tl.int64) * EXTENTS.M + token
+                    rows = load_places(layout.places, there, token < end_of, EXTENTS)
+                    # Own rows have not gone anywhere, unless they were divided.
+                    if (source != rank) | DIVIDED:
+                        flag = slot.sent + source * EXTENTS.PROGRAMS + program
+                        begun = begin_wait(statistics)
+                        ctx.wait(flag, call * EXTENTS.STEPS + turn // EXTENTS.W + 1, cmp="reached")
+                        end_dispatch_wait(statistics, source, begun)
+                    copy_rows(slot, x, scales, layout, token, source, rank, rows, FORM=FORM, EXTENTS=EXTENTS)
         if program == 0:
             expert = tl.arange(0, EXTENTS.LOCALS)
             tl.store(layout.counts + expert, total, mask=expert < EXTENTS.LOCAL)

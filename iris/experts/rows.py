@@ -11,7 +11,7 @@ way at once.
 import triton
 import triton.language as tl
 
-from iris.experts.routing import choices, has_bit
+from iris.experts.routing import has_bit
 
 # So that a row of zeros has a factor that divides.
 SMALLEST = tl.constexpr(1e-12)
@@ -144,19 +144,21 @@ def store_to_experts(to, rows, data, columns, WIDTH: tl.constexpr, K: tl.constex
 
 
 @triton.jit
-def copy_rows(slot, x, scales, layout, token, source, rank, copied, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Copy rows of rank ``source``, and their factors, to the rows ``copied``, one for each choice; -1 for none."""
+def copy_rows(slot, x, scales, layout, token, source, rank, rows, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """Copy rows of rank ``source``, and their factors, to ``rows`` here, a tuple with those of each choice.
+
+    -1 for none. An expert that was chosen twice has one row, which is copied twice.
+    """
     K: tl.constexpr = EXTENTS.K
     H: tl.constexpr = EXTENTS.H
     SCALES: tl.constexpr = FORM.SCALES
     STAY: tl.constexpr = FORM.QUANTIZE == NOT
     BLOCK: tl.constexpr = copied_columns(slot.rows.dtype.element_ty, EXTENTS)
-    k, is_own = choices(EXTENTS), source == rank
+    is_own = source == rank
     row, own = tl.cast(source, tl.int64) * EXTENTS.M + token, tl.cast(token, tl.int64)
-    there = tl.max(copied, axis=1) >= 0
-    rows = ()
-    for choice in tl.static_range(K):
-        rows += (tl.max(tl.where((k == choice)[None, :], copied, -1), axis=1),)
+    there = rows[0] >= 0
+    for choice in tl.static_range(1, K):
+        there = there | (rows[choice] >= 0)
     if SCALES > 0:
         # Under way while rows are copied.
         group = tl.arange(0, FORM.LANES)
