@@ -42,11 +42,18 @@ from iris.experts.statistics import begin_wait, end_combine_wait
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
+from iris.language.target import threads_per_warp
 
 # Weights that a program copies at a time.
 PAIRS = tl.constexpr(256)
 # Whether rows are multiplied: not at all, by weights that came with the dispatch, or by such as are given now.
 UNWEIGHTED, DISPATCHED, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.constexpr_function
+def added_columns(extents):
+    """Columns that a program adds up at a time: as many a thread where warps have 64 of these."""
+    return min(1 << (extents.H - 1).bit_length(), extents.ADDED * threads_per_warp() // 32)
 
 
 @triton.jit
@@ -98,11 +105,12 @@ def load_rows(y, rows, columns, EXTENTS: tl.constexpr):
 def load_next(y, rows, next_rows, start, EXTENTS: tl.constexpr):
     """As `load_rows`, the columns behind those from ``start`` on; behind the last ones the next token's first."""
     K: tl.constexpr = EXTENTS.K
-    ends = start + EXTENTS.ADDED >= EXTENTS.H
+    ADDED: tl.constexpr = added_columns(EXTENTS)
+    ends = start + ADDED >= EXTENTS.H
     found = ()
     for choice in tl.static_range(K):
         found += (tl.where(ends, next_rows[choice], rows[choice]),)
-    return load_rows(y, found, tl.where(ends, 0, start + EXTENTS.ADDED) + tl.arange(0, EXTENTS.ADDED), EXTENTS)
+    return load_rows(y, found, tl.where(ends, 0, start + ADDED) + tl.arange(0, ADDED), EXTENTS)
 
 
 @triton.jit
@@ -123,7 +131,8 @@ def add_up(found, weights, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
 def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """Step 3, for tokens [first, last) of rank ``source``."""
     K: tl.constexpr = EXTENTS.K
-    column = tl.arange(0, EXTENTS.ADDED)
+    ADDED: tl.constexpr = added_columns(EXTENTS)
+    column = tl.arange(0, ADDED)
     region = tl.cast(source, tl.int64) * EXTENTS.M
     rows, weights = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
     found = load_rows(y, rows, column, EXTENTS)
@@ -136,7 +145,7 @@ def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, 
         for choice in tl.static_range(1, K):
             here = here | (rows[choice] >= 0)
         target = slot.partials + (tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H
-        for start in range(0, EXTENTS.H, EXTENTS.ADDED):
+        for start in range(0, EXTENTS.H, ADDED):
             columns = start + column
             later = load_next(y, rows, next_rows, start, EXTENTS)
             total = add_up(found, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
@@ -183,10 +192,11 @@ def load_sums(slot, bits, rank, token, columns, first, PEERS: tl.constexpr, EXTE
 @triton.jit
 def receive_sums(ctx, slot, y, places, out, bias, bits, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """Step 4, behind the wait, for own tokens [first, last). ``bits [SUMS]``: of the ranks of their experts."""
+    ADDED: tl.constexpr = added_columns(EXTENTS)
     # The sums of so many ranks are under way at once.
     PEERS: tl.constexpr = max(1, min(EXTENTS.W - 1, 8))
     rank, region = ctx.cur_rank, tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M
-    column, number = tl.arange(0, EXTENTS.ADDED), tl.arange(0, EXTENTS.SUMS)
+    column, number = tl.arange(0, ADDED), tl.arange(0, EXTENTS.SUMS)
     rows, weights = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
     next_bits = tl.max(tl.where(number == 0, bits, 0), axis=0)
     found = load_rows(y, rows, column, EXTENTS)
@@ -196,19 +206,19 @@ def receive_sums(ctx, slot, y, places, out, bias, bits, first, last, WEIGHTS: tl
             slot, places, region + token + 1, token + 1 < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
         )
         its_bits, next_bits = next_bits, tl.max(tl.where(number == token + 1 - first, bits, 0), axis=0)
-        for start in range(0, EXTENTS.H, EXTENTS.ADDED):
+        for start in range(0, EXTENTS.H, ADDED):
             columns = start + column
             inside = columns < EXTENTS.H
             at = tl.cast(token, tl.int64) * EXTENTS.H + columns
             to_add = load_bias(bias, at, inside)
-            ends = start + EXTENTS.ADDED >= EXTENTS.H
+            ends = start + ADDED >= EXTENTS.H
             later = load_next(y, rows, next_rows, start, EXTENTS)
             later_sums = load_sums(
                 slot,
                 tl.where(ends, next_bits, its_bits),
                 rank,
                 token + ends.to(tl.int32),
-                tl.where(ends, 0, start + EXTENTS.ADDED) + column,
+                tl.where(ends, 0, start + ADDED) + column,
                 0,
                 PEERS=PEERS,
                 EXTENTS=EXTENTS,
