@@ -231,7 +231,9 @@ def receive_sums(ctx, slot, y, places, out, bias, bits, first, last, WEIGHTS: tl
                     other = first_other + each
                     total += tl.where((other == rank) & (other < EXTENTS.W - 1), own_sum, 0)
                     total += sums[each].to(tl.float32)
-                sums = load_sums(slot, its_bits, rank, token, columns, first_other + PEERS, PEERS=PEERS, EXTENTS=EXTENTS)
+                sums = load_sums(
+                    slot, its_bits, rank, token, columns, first_other + PEERS, PEERS=PEERS, EXTENTS=EXTENTS
+                )
             total += tl.where(rank == EXTENTS.W - 1, own_sum, 0)
             found, sums = later, later_sums
             total = add_bias(total, to_add)

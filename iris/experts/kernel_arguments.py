@@ -36,7 +36,9 @@ class Extents(NamedTuple):
     PROGRAMS: int
     """That send, and as many that receive."""
     SUMS: int
-    """Tokens that it adds up together."""
+    """Tokens of a rank whose sums it sends with a flag of their own."""
+    WARPS: int
+    """Of a program."""
     BLOCK: int
     """Columns that it sends at a time."""
     ADDED: int

@@ -74,6 +74,9 @@ from iris.runtime.workspace import Workspace
 
 # Bytes: each part begins at a multiple of these, as tensors on the heap do.
 ALIGNMENT = 1024
+# Warps of a program. Two of them, one that sends and one that receives, share a multiprocessor, so that one computes
+# while the other waits; both together leave the room that `leaving_room` speaks of.
+NUM_WARPS = 4
 # Chosen on two H200 among tiles of 1 to 16 tokens, 2 and 4 KiB, programs of 4, 8 and 16 warps. Tokens of a step, and
 # of how many a program adds up the rows at a time.
 STEP, SUMS = 4, 4
@@ -101,10 +104,20 @@ class Part(NamedTuple):
 
 
 def extents(
-    size: int, num_experts: int, top_k: int, max_tokens: int, hidden: int, dtype: torch.dtype, programs: int
+    size: int,
+    num_experts: int,
+    top_k: int,
+    max_tokens: int,
+    hidden: int,
+    dtype: torch.dtype,
+    programs: int,
+    alone: bool = False,
 ) -> Extents:
-    """Of ``size`` ranks on which so many programs send, and as many receive."""
-    local = num_experts // size
+    """Of ``size`` ranks on which so many programs send, and as many receive.
+
+    ``alone``: on a multiprocessor each, so that they may have the warps of two.
+    """
+    local, larger = num_experts // size, 2 if alone else 1
     choices = next_power_of_2(top_k)
     return Extents(
         W=size,
@@ -122,9 +135,10 @@ def extents(
         STEPS=cdiv(cdiv(max_tokens, programs), min(STEP, SUMS)) + 1,
         PROGRAMS=programs,
         SUMS=SUMS,
-        BLOCK=min(next_power_of_2(hidden), BLOCK_BYTES // dtype.itemsize),
-        ADDED=min(next_power_of_2(hidden), ADDED_BYTES // dtype.itemsize),
-        COPIED=COPIED,
+        WARPS=larger * NUM_WARPS,
+        BLOCK=min(next_power_of_2(hidden), larger * BLOCK_BYTES // dtype.itemsize),
+        ADDED=min(next_power_of_2(hidden), larger * ADDED_BYTES // dtype.itemsize),
+        COPIED=larger * COPIED,
         TALLIES=max(1, min(128, TALLIES // next_power_of_2(local))),
     )
 
