@@ -46,6 +46,8 @@ from iris.language.target import threads_per_warp
 
 # Weights that a program copies at a time.
 PAIRS = tl.constexpr(256)
+# Rows that are under way while one is added up.
+AHEAD = tl.constexpr(2)
 # Whether rows are multiplied: not at all, by weights that came with the dispatch, or by such as are given now.
 UNWEIGHTED, DISPATCHED, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -91,68 +93,139 @@ def places_of(slot, places, token, there, WEIGHTS: tl.constexpr, EXTENTS: tl.con
 
 
 @triton.jit
-def load_rows(y, rows, columns, EXTENTS: tl.constexpr):
-    """Columns of a token's rows on this rank, a tuple with a block for each choice."""
-    K: tl.constexpr = EXTENTS.K
-    found = ()
-    for choice in tl.static_range(K):
-        at = tl.cast(rows[choice], tl.int64) * EXTENTS.H + columns
-        found += (tl.load(y + at, mask=(rows[choice] >= 0) & (columns < EXTENTS.H), other=0),)
-    return found
+def is_here(rows, K: tl.constexpr):
+    """Whether a token has any rows on this rank."""
+    here = rows[0] >= 0
+    for choice in tl.static_range(1, K):
+        here = here | (rows[choice] >= 0)
+    return here
 
 
 @triton.jit
-def load_next(y, rows, next_rows, start, EXTENTS: tl.constexpr):
-    """As `load_rows`, the columns behind those from ``start`` on; behind the last ones the next token's first."""
+def pieces_of(rows, K: tl.constexpr):
+    """How many of a token's rows are on this rank, and as many as are under way at once at least."""
+    number = 0
+    for choice in tl.static_range(K):
+        number += (rows[choice] >= 0).to(tl.int32)
+    return tl.maximum(number, AHEAD)
+
+
+@triton.jit
+def nth_row(rows, weights, n, K: tl.constexpr):
+    """The ``n``-th of a token's rows on this rank, in the order of its choices, and its weight.
+
+    -1 and 0 if it has not got so many here.
+    """
+    row, weight, before = -1, 0.0, 0
+    for choice in tl.static_range(K):
+        is_it = (rows[choice] >= 0) & (before == n)
+        row = tl.where(is_it, rows[choice], row)
+        weight = tl.where(is_it, weights[choice], weight)
+        before += (rows[choice] >= 0).to(tl.int32)
+    return row, weight
+
+
+@triton.jit
+def load_columns_of(y, row, start, EXTENTS: tl.constexpr):
+    """The columns from ``start`` on of a row; of row -1 zeros."""
+    columns = start + tl.arange(0, added_columns(EXTENTS))
+    at = tl.cast(row, tl.int64) * EXTENTS.H + columns
+    return tl.load(y + at, mask=(row >= 0) & (columns < EXTENTS.H), other=0)
+
+
+@triton.jit
+def first_pieces(y, rows, weights, start, EXTENTS: tl.constexpr):
+    """The first of a token's rows on this rank, from column ``start`` on, and their weights: what is under way."""
+    found, factors = (), ()
+    for n in tl.static_range(AHEAD):
+        row, weight = nth_row(rows, weights, n, EXTENTS.K)
+        found += (load_columns_of(y, row, start, EXTENTS),)
+        factors += (weight,)
+    return found, factors
+
+
+@triton.jit
+def add_up(
+    y,
+    found,
+    factors,
+    rows,
+    weights,
+    start,
+    next_rows,
+    next_weights,
+    next_start,
+    WEIGHTS: tl.constexpr,
+    EXTENTS: tl.constexpr,
+):
+    """The sum of columns of a token's rows, float32, in the order of its choices.
+
+    ``found``, ``factors``: `first_pieces`. Returned behind the sum are those of ``next_rows`` from ``next_start`` on.
+    """
+    K: tl.constexpr = EXTENTS.K
+    total = tl.zeros((added_columns(EXTENTS),), dtype=tl.float32)
+    pieces = pieces_of(rows, K)
+    for n in range(pieces):
+        # While one row is added up, the next ones are under way: of this token, and then of the next.
+        ends = n + AHEAD >= pieces
+        row, weight = nth_row(rows, weights, n + AHEAD, K)
+        for other in tl.static_range(AHEAD):
+            next_row, next_weight = nth_row(next_rows, next_weights, other, K)
+            is_it = n + AHEAD == pieces + other
+            row, weight = tl.where(is_it, next_row, row), tl.where(is_it, next_weight, weight)
+        later = load_columns_of(y, row, tl.where(ends, next_start, start), EXTENTS)
+        piece = found[0].to(tl.float32)
+        if WEIGHTS != UNWEIGHTED:
+            piece *= factors[0]
+        total += piece
+        found, factors = found[1:] + (later,), factors[1:] + (weight,)
+    return total, found, factors
+
+
+@triton.jit
+def behind(rows, weights, start, next_rows, next_weights, EXTENTS: tl.constexpr):
+    """What is added up behind the columns from ``start`` on: the next ones of the same rows, or the next token's."""
     K: tl.constexpr = EXTENTS.K
     ADDED: tl.constexpr = added_columns(EXTENTS)
     ends = start + ADDED >= EXTENTS.H
-    found = ()
+    found, factors = (), ()
     for choice in tl.static_range(K):
         found += (tl.where(ends, next_rows[choice], rows[choice]),)
-    return load_rows(y, found, tl.where(ends, 0, start + ADDED) + tl.arange(0, ADDED), EXTENTS)
-
-
-@triton.jit
-def add_up(found, weights, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """The sum of a token's rows, float32, in the order of its choices."""
-    K: tl.constexpr = EXTENTS.K
-    total = tl.zeros(found[0].shape, dtype=tl.float32)
-    for choice in tl.static_range(K):
-        # Of experts elsewhere zeros: that takes less than to leave them out.
-        row = found[choice].to(tl.float32)
-        if WEIGHTS != UNWEIGHTED:
-            row *= weights[choice]
-        total += row
-    return total
+        factors += (tl.where(ends, next_weights[choice], weights[choice]),)
+    return found, factors, tl.where(ends, 0, start + ADDED)
 
 
 @triton.jit
 def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """Step 3, for tokens [first, last) of rank ``source``."""
-    K: tl.constexpr = EXTENTS.K
     ADDED: tl.constexpr = added_columns(EXTENTS)
-    column = tl.arange(0, ADDED)
     region = tl.cast(source, tl.int64) * EXTENTS.M
     rows, weights = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-    found = load_rows(y, rows, column, EXTENTS)
+    found, factors = first_pieces(y, rows, weights, 0, EXTENTS)
     for token in range(first, last):
-        # Of the next token, and then its first columns, are under way while this one's are added up.
         next_rows, next_weights = places_of(
             slot, places, region + token + 1, token + 1 < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
         )
-        here = rows[0] >= 0
-        for choice in tl.static_range(1, K):
-            here = here | (rows[choice] >= 0)
+        here = is_here(rows, EXTENTS.K)
         target = slot.partials + (tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H
         for start in range(0, EXTENTS.H, ADDED):
-            columns = start + column
-            later = load_next(y, rows, next_rows, start, EXTENTS)
-            total = add_up(found, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-            found = later
-            ctx.store(
-                target + columns, total.to(slot.partials.dtype.element_ty), source, mask=here & (columns < EXTENTS.H)
+            columns = start + tl.arange(0, ADDED)
+            rows_behind, weights_behind, start_behind = behind(rows, weights, start, next_rows, next_weights, EXTENTS)
+            total, found, factors = add_up(
+                y,
+                found,
+                factors,
+                rows,
+                weights,
+                start,
+                rows_behind,
+                weights_behind,
+                start_behind,
+                WEIGHTS=WEIGHTS,
+                EXTENTS=EXTENTS,
             )
+            mask = here & (columns < EXTENTS.H)
+            ctx.store(target + columns, total.to(slot.partials.dtype.element_ty), source, mask=mask)
         rows, weights = next_rows, next_weights
 
 
@@ -193,37 +266,37 @@ def load_sums(slot, bits, rank, token, columns, first, PEERS: tl.constexpr, EXTE
 def receive_sums(ctx, slot, y, places, out, bias, bits, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """Step 4, behind the wait, for own tokens [first, last). ``bits [SUMS]``: of the ranks of their experts."""
     ADDED: tl.constexpr = added_columns(EXTENTS)
-    # The sums of so many ranks are under way at once.
-    PEERS: tl.constexpr = max(1, min(EXTENTS.W - 1, 8))
+    # The sums of so many ranks are under way while own rows are added up.
+    PEERS: tl.constexpr = max(1, min(EXTENTS.W - 1, 2))
     rank, region = ctx.cur_rank, tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M
-    column, number = tl.arange(0, ADDED), tl.arange(0, EXTENTS.SUMS)
+    number = tl.arange(0, EXTENTS.SUMS)
     rows, weights = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-    next_bits = tl.max(tl.where(number == 0, bits, 0), axis=0)
-    found = load_rows(y, rows, column, EXTENTS)
-    sums = load_sums(slot, next_bits, rank, first, column, 0, PEERS=PEERS, EXTENTS=EXTENTS)
+    found, factors = first_pieces(y, rows, weights, 0, EXTENTS)
     for token in range(first, last):
         next_rows, next_weights = places_of(
             slot, places, region + token + 1, token + 1 < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
         )
-        its_bits, next_bits = next_bits, tl.max(tl.where(number == token + 1 - first, bits, 0), axis=0)
+        its_bits = tl.max(tl.where(number == token - first, bits, 0), axis=0)
         for start in range(0, EXTENTS.H, ADDED):
-            columns = start + column
+            columns = start + tl.arange(0, ADDED)
             inside = columns < EXTENTS.H
             at = tl.cast(token, tl.int64) * EXTENTS.H + columns
+            sums = load_sums(slot, its_bits, rank, token, columns, 0, PEERS=PEERS, EXTENTS=EXTENTS)
             to_add = load_bias(bias, at, inside)
-            ends = start + ADDED >= EXTENTS.H
-            later = load_next(y, rows, next_rows, start, EXTENTS)
-            later_sums = load_sums(
-                slot,
-                tl.where(ends, next_bits, its_bits),
-                rank,
-                token + ends.to(tl.int32),
-                tl.where(ends, 0, start + ADDED) + column,
-                0,
-                PEERS=PEERS,
+            rows_behind, weights_behind, start_behind = behind(rows, weights, start, next_rows, next_weights, EXTENTS)
+            own_sum, found, factors = add_up(
+                y,
+                found,
+                factors,
+                rows,
+                weights,
+                start,
+                rows_behind,
+                weights_behind,
+                start_behind,
+                WEIGHTS=WEIGHTS,
                 EXTENTS=EXTENTS,
             )
-            own_sum = add_up(found, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
             total = tl.zeros_like(own_sum)
             for first_other in range(0, EXTENTS.W - 1, PEERS):
                 for each in tl.static_range(PEERS):
@@ -235,7 +308,6 @@ def receive_sums(ctx, slot, y, places, out, bias, bits, first, last, WEIGHTS: tl
                     slot, its_bits, rank, token, columns, first_other + PEERS, PEERS=PEERS, EXTENTS=EXTENTS
                 )
             total += tl.where(rank == EXTENTS.W - 1, own_sum, 0)
-            found, sums = later, later_sums
             total = add_bias(total, to_add)
             tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
         rows, weights = next_rows, next_weights

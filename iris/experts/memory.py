@@ -81,7 +81,7 @@ NUM_WARPS = 4
 # of how many a program adds up the rows at a time.
 STEP, SUMS = 4, 4
 # Bytes of each row that a program sends at a time, copies (more, since nothing is computed), and adds up.
-BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 4096, 2048
+BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 8192, 8192
 # Choices that a program compares with each other, and numbers of rows that it adds up at a time.
 PAIRS, TALLIES = 128, 2048
 # Of `iris.ops.combine_in_stages`: stages at most, and tokens of a rank that have a flag for each.

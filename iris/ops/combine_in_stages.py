@@ -38,7 +38,7 @@ import triton.language as tl
 
 from iris import simulator
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
-from iris.experts.combine import DISPATCHED, UNWEIGHTED, add_up, load_rows, places_of
+from iris.experts.combine import DISPATCHED, UNWEIGHTED, places_of
 from iris.experts.expert_parallel import ExpertParallel
 from iris.experts.memory import STAGED_TOKENS
 from iris.experts.numbering import load_sent_choices
@@ -70,6 +70,31 @@ DEBUGGING = debugging()
 
 # What launches kernels of one kind.
 _prepared: dict[tuple, Callable[..., None]] = {}
+
+
+@triton.jit
+def load_rows(y, rows, columns, EXTENTS: tl.constexpr):
+    """Columns of a token's rows on this rank, a tuple with a block for each choice."""
+    K: tl.constexpr = EXTENTS.K
+    found = ()
+    for choice in tl.static_range(K):
+        at = tl.cast(rows[choice], tl.int64) * EXTENTS.H + columns
+        found += (tl.load(y + at, mask=(rows[choice] >= 0) & (columns < EXTENTS.H), other=0),)
+    return found
+
+
+@triton.jit
+def add_up(found, weights, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """The sum of a token's rows, float32, in the order of its choices."""
+    K: tl.constexpr = EXTENTS.K
+    total = tl.zeros(found[0].shape, dtype=tl.float32)
+    for choice in tl.static_range(K):
+        # Of experts elsewhere zeros: that takes less than to leave them out.
+        row = found[choice].to(tl.float32)
+        if WEIGHTS != UNWEIGHTED:
+            row *= weights[choice]
+        total += row
+    return total
 
 
 @triton.jit
