@@ -36,6 +36,7 @@ from iris.experts.routing import (
     signal_all,
     signal_others,
     steps_of,
+    tokens_of_step,
     wait_others,
 )
 from iris.experts.statistics import begin_wait, end_combine_wait
@@ -126,7 +127,7 @@ def nth_row(rows, weights, n, K: tl.constexpr):
 
 
 @triton.jit
-def load_columns_of(y, row, start, EXTENTS: tl.constexpr):
+def load_piece(y, row, start, EXTENTS: tl.constexpr):
     """The columns from ``start`` on of a row; of row -1 zeros."""
     columns = start + tl.arange(0, added_columns(EXTENTS))
     at = tl.cast(row, tl.int64) * EXTENTS.H + columns
@@ -139,47 +140,9 @@ def first_pieces(y, rows, weights, start, EXTENTS: tl.constexpr):
     found, factors = (), ()
     for n in tl.static_range(AHEAD):
         row, weight = nth_row(rows, weights, n, EXTENTS.K)
-        found += (load_columns_of(y, row, start, EXTENTS),)
+        found += (load_piece(y, row, start, EXTENTS),)
         factors += (weight,)
     return found, factors
-
-
-@triton.jit
-def add_up(
-    y,
-    found,
-    factors,
-    rows,
-    weights,
-    start,
-    next_rows,
-    next_weights,
-    next_start,
-    WEIGHTS: tl.constexpr,
-    EXTENTS: tl.constexpr,
-):
-    """The sum of columns of a token's rows, float32, in the order of its choices.
-
-    ``found``, ``factors``: `first_pieces`. Returned behind the sum are those of ``next_rows`` from ``next_start`` on.
-    """
-    K: tl.constexpr = EXTENTS.K
-    total = tl.zeros((added_columns(EXTENTS),), dtype=tl.float32)
-    pieces = pieces_of(rows, K)
-    for n in range(pieces):
-        # While one row is added up, the next ones are under way: of this token, and then of the next.
-        ends = n + AHEAD >= pieces
-        row, weight = nth_row(rows, weights, n + AHEAD, K)
-        for other in tl.static_range(AHEAD):
-            next_row, next_weight = nth_row(next_rows, next_weights, other, K)
-            is_it = n + AHEAD == pieces + other
-            row, weight = tl.where(is_it, next_row, row), tl.where(is_it, next_weight, weight)
-        later = load_columns_of(y, row, tl.where(ends, next_start, start), EXTENTS)
-        piece = found[0].to(tl.float32)
-        if WEIGHTS != UNWEIGHTED:
-            piece *= factors[0]
-        total += piece
-        found, factors = found[1:] + (later,), factors[1:] + (weight,)
-    return total, found, factors
 
 
 @triton.jit
@@ -188,45 +151,39 @@ def behind(rows, weights, start, next_rows, next_weights, EXTENTS: tl.constexpr)
     K: tl.constexpr = EXTENTS.K
     ADDED: tl.constexpr = added_columns(EXTENTS)
     ends = start + ADDED >= EXTENTS.H
-    found, factors = (), ()
+    rows_behind, weights_behind = (), ()
     for choice in tl.static_range(K):
-        found += (tl.where(ends, next_rows[choice], rows[choice]),)
-        factors += (tl.where(ends, next_weights[choice], weights[choice]),)
-    return found, factors, tl.where(ends, 0, start + ADDED)
+        rows_behind += (tl.where(ends, next_rows[choice], rows[choice]),)
+        weights_behind += (tl.where(ends, next_weights[choice], weights[choice]),)
+    return rows_behind, weights_behind, tl.where(ends, 0, start + ADDED)
 
 
 @triton.jit
-def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """Step 3, for tokens [first, last) of rank ``source``."""
-    ADDED: tl.constexpr = added_columns(EXTENTS)
-    region = tl.cast(source, tl.int64) * EXTENTS.M
-    rows, weights = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-    found, factors = first_pieces(y, rows, weights, 0, EXTENTS)
-    for token in range(first, last):
-        next_rows, next_weights = places_of(
-            slot, places, region + token + 1, token + 1 < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
-        )
-        here = is_here(rows, EXTENTS.K)
-        target = slot.partials + (tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H
-        for start in range(0, EXTENTS.H, ADDED):
-            columns = start + tl.arange(0, ADDED)
-            rows_behind, weights_behind, start_behind = behind(rows, weights, start, next_rows, next_weights, EXTENTS)
-            total, found, factors = add_up(
-                y,
-                found,
-                factors,
-                rows,
-                weights,
-                start,
-                rows_behind,
-                weights_behind,
-                start_behind,
-                WEIGHTS=WEIGHTS,
-                EXTENTS=EXTENTS,
-            )
-            mask = here & (columns < EXTENTS.H)
-            ctx.store(target + columns, total.to(slot.partials.dtype.element_ty), source, mask=mask)
-        rows, weights = next_rows, next_weights
+def add_up(
+    y, found, factors, rows, weights, next_rows, next_weights, start, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr
+):
+    """The sum of a token's rows in the columns from ``start`` on, float32, in the order of its choices.
+
+    ``found``, ``factors``: of `first_pieces`. Behind the sum those of what is added up next are returned.
+    """
+    K: tl.constexpr = EXTENTS.K
+    rows_behind, weights_behind, start_behind = behind(rows, weights, start, next_rows, next_weights, EXTENTS)
+    total = tl.zeros((added_columns(EXTENTS),), dtype=tl.float32)
+    pieces = pieces_of(rows, K)
+    for n in range(pieces):
+        # While one piece is added up, the next ones are under way: of this sum, and then of the next.
+        row, weight = nth_row(rows, weights, n + AHEAD, K)
+        for other in tl.static_range(AHEAD):
+            row_behind, weight_behind = nth_row(rows_behind, weights_behind, other, K)
+            is_it = n + AHEAD == pieces + other
+            row, weight = tl.where(is_it, row_behind, row), tl.where(is_it, weight_behind, weight)
+        later = load_piece(y, row, tl.where(n + AHEAD >= pieces, start_behind, start), EXTENTS)
+        piece = found[0].to(tl.float32)
+        if WEIGHTS != UNWEIGHTED:
+            piece *= factors[0]
+        total += piece
+        found, factors = found[1:] + (later,), factors[1:] + (weight,)
+    return total, found, factors
 
 
 @triton.jit
@@ -263,75 +220,82 @@ def load_sums(slot, bits, rank, token, columns, first, PEERS: tl.constexpr, EXTE
 
 
 @triton.jit
-def receive_sums(ctx, slot, y, places, out, bias, bits, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """Step 4, behind the wait, for own tokens [first, last). ``bits [SUMS]``: of the ranks of their experts."""
+def turn_of(turn, tokens, rank, program, EXTENTS: tl.constexpr):
+    """The source, and the tokens [first, last) of it, of a sender's ``turn``: each step has one of each other rank.
+
+    ``tokens``: of each rank.
+    """
+    source = (rank + 1 + turn % (EXTENTS.W - 1)) % EXTENTS.W
+    first, last = tokens_of_step(tokens, source, turn // (EXTENTS.W - 1), program, SIZE=EXTENTS.SUMS, EXTENTS=EXTENTS)
+    return source, first, last
+
+
+@triton.jit
+def send_sums(ctx, slot, y, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """Step 3."""
     ADDED: tl.constexpr = added_columns(EXTENTS)
-    # The sums of so many ranks are under way while own rows are added up.
-    PEERS: tl.constexpr = max(1, min(EXTENTS.W - 1, 2))
-    rank, region = ctx.cur_rank, tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M
-    number = tl.arange(0, EXTENTS.SUMS)
-    rows, weights = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+    rank, program = ctx.cur_rank, tl.program_id(0)
+    ranks = tl.arange(0, EXTENTS.RANKS)
+    tokens = tl.load(slot.tokens + ranks, mask=ranks < EXTENTS.W, other=0)
+    first, last = chunk_of(tl.max(tl.where(ranks == rank, 0, tokens), axis=0), program, EXTENTS)
+    steps = tl.maximum(steps_of(first, last, EXTENTS.SUMS), 1)
+    next_source, next_first, next_last = turn_of(0, tokens, rank, program, EXTENTS)
+    rows, weights = places_of(
+        slot,
+        places,
+        tl.cast(next_source, tl.int64) * EXTENTS.M + next_first,
+        next_first < next_last,
+        WEIGHTS=WEIGHTS,
+        EXTENTS=EXTENTS,
+    )
     found, factors = first_pieces(y, rows, weights, 0, EXTENTS)
-    for token in range(first, last):
-        next_rows, next_weights = places_of(
-            slot, places, region + token + 1, token + 1 < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
-        )
-        its_bits = tl.max(tl.where(number == token - first, bits, 0), axis=0)
-        for start in range(0, EXTENTS.H, ADDED):
-            columns = start + tl.arange(0, ADDED)
-            inside = columns < EXTENTS.H
-            at = tl.cast(token, tl.int64) * EXTENTS.H + columns
-            sums = load_sums(slot, its_bits, rank, token, columns, 0, PEERS=PEERS, EXTENTS=EXTENTS)
-            to_add = load_bias(bias, at, inside)
-            rows_behind, weights_behind, start_behind = behind(rows, weights, start, next_rows, next_weights, EXTENTS)
-            own_sum, found, factors = add_up(
-                y,
-                found,
-                factors,
-                rows,
-                weights,
-                start,
-                rows_behind,
-                weights_behind,
-                start_behind,
+    for turn in range(steps * (EXTENTS.W - 1)):
+        source, first, last = next_source, next_first, next_last
+        next_source, next_first, next_last = turn_of(turn + 1, tokens, rank, program, EXTENTS)
+        # A turn without tokens has one that is not there, so that the next turn's are under way behind it.
+        for token in range(first, tl.maximum(last, first + 1)):
+            more = token + 1 < last
+            next_token = tl.where(more, token + 1, next_first)
+            next_rows, next_weights = places_of(
+                slot,
+                places,
+                tl.cast(tl.where(more, source, next_source), tl.int64) * EXTENTS.M + next_token,
+                more | (next_first < next_last),
                 WEIGHTS=WEIGHTS,
                 EXTENTS=EXTENTS,
             )
-            total = tl.zeros_like(own_sum)
-            for first_other in range(0, EXTENTS.W - 1, PEERS):
-                for each in tl.static_range(PEERS):
-                    # Own ones between those of the ranks before and behind this one.
-                    other = first_other + each
-                    total += tl.where((other == rank) & (other < EXTENTS.W - 1), own_sum, 0)
-                    total += sums[each].to(tl.float32)
-                sums = load_sums(
-                    slot, its_bits, rank, token, columns, first_other + PEERS, PEERS=PEERS, EXTENTS=EXTENTS
+            here = is_here(rows, EXTENTS.K)
+            target = slot.partials + (tl.cast(rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H
+            for start in range(0, EXTENTS.H, ADDED):
+                columns = start + tl.arange(0, ADDED)
+                total, found, factors = add_up(
+                    y,
+                    found,
+                    factors,
+                    rows,
+                    weights,
+                    next_rows,
+                    next_weights,
+                    start,
+                    WEIGHTS=WEIGHTS,
+                    EXTENTS=EXTENTS,
                 )
-            total += tl.where(rank == EXTENTS.W - 1, own_sum, 0)
-            total = add_bias(total, to_add)
-            tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
-        rows, weights = next_rows, next_weights
+                mask = here & (columns < EXTENTS.H)
+                ctx.store(target + columns, total.to(slot.partials.dtype.element_ty), source, mask=mask)
+            rows, weights = next_rows, next_weights
+        if turn % (EXTENTS.W - 1) == EXTENTS.W - 2:
+            step = turn // (EXTENTS.W - 1)
+            reached = tl.where(step == steps - 1, EXTENTS.STEPS - 1, step + 1)
+            signal_others(ctx, slot.returned + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + reached)
 
 
 @triton.jit
 def send(ctx, slot, y, topk_weights, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """Steps 1 to 3."""
-    rank, program = ctx.cur_rank, tl.program_id(0)
     if WEIGHTS == GIVEN:
         send_weights(ctx, slot, topk_weights, call, EXTENTS=EXTENTS)
-    peers = lanes()
-    most = tl.max(tl.load(slot.tokens + peers, mask=(peers < EXTENTS.W) & (peers != rank), other=0), axis=0)
-    first, last = chunk_of(most, program, EXTENTS)
-    steps = tl.maximum(steps_of(first, last, EXTENTS.SUMS), 1)
-    for step in range(steps):
-        for distance in range(1, EXTENTS.W):
-            source = (rank + distance) % EXTENTS.W
-            first, last = chunk_of(tl.load(slot.tokens + source), program, EXTENTS)
-            first += step * EXTENTS.SUMS
-            last = tl.minimum(first + EXTENTS.SUMS, last)
-            send_sums(ctx, slot, y, places, source=source, first=first, last=last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-        reached = tl.where(step == steps - 1, EXTENTS.STEPS - 1, step + 1)
-        signal_others(ctx, slot.returned + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + reached)
+    if EXTENTS.W > 1:
+        send_sums(ctx, slot, y, places, call, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
 
 
 @triton.jit
@@ -351,22 +315,59 @@ def wait_for_sums(ctx, slot, flags, program, value, statistics, EXTENTS: tl.cons
 @triton.jit
 def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """Step 4."""
+    ADDED: tl.constexpr = added_columns(EXTENTS)
+    SUMS: tl.constexpr = EXTENTS.SUMS
+    # The sums of so many ranks are under way while own rows are added up.
+    PEERS: tl.constexpr = max(1, min(EXTENTS.W - 1, 2))
+    rank, region = ctx.cur_rank, tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M
     if WEIGHTS == GIVEN:
         # Own ones are stored by the program that sends them.
-        ctx.wait(slot.weighed + ctx.cur_rank * EXTENTS.PROGRAMS + program, call, cmp="reached")
+        ctx.wait(slot.weighed + rank * EXTENTS.PROGRAMS + program, call, cmp="reached")
     flags = slot.returned + lanes() * EXTENTS.PROGRAMS + program
-    first, last = chunk_of(tl.load(slot.tokens + ctx.cur_rank), program, EXTENTS)
-    for step in range(steps_of(first, last, EXTENTS.SUMS)):
-        begin = first + step * EXTENTS.SUMS
-        token = begin + tl.arange(0, EXTENTS.SUMS)
-        region = tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M
-        bits = owner_bits(load_sent_choices(slot, region + token, token < last, EXTENTS), EXTENTS)
+    first, last = chunk_of(tl.load(slot.tokens + rank), program, EXTENTS)
+    rows, weights = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+    found, factors = first_pieces(y, rows, weights, 0, EXTENTS)
+    for step in range(steps_of(first, last, SUMS)):
+        begin, number = first + step * SUMS, tl.arange(0, SUMS)
+        sent = load_sent_choices(slot, region + begin + number, begin + number < last, EXTENTS)
+        bits = owner_bits(sent, EXTENTS)
         value = call * EXTENTS.STEPS + step + 1
         wait_for_sums(ctx, slot, flags, program=program, value=value, statistics=statistics, EXTENTS=EXTENTS)
-        end = tl.minimum(begin + EXTENTS.SUMS, last)
-        receive_sums(
-            ctx, slot, y, places, out=out, bias=bias, bits=bits, first=begin, last=end, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
-        )
+        for token in range(begin, tl.minimum(begin + SUMS, last)):
+            next_rows, next_weights = places_of(
+                slot, places, region + token + 1, token + 1 < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
+            )
+            its_bits = tl.max(tl.where(number == token - begin, bits, 0), axis=0)
+            for start in range(0, EXTENTS.H, ADDED):
+                columns = start + tl.arange(0, ADDED)
+                inside = columns < EXTENTS.H
+                at = tl.cast(token, tl.int64) * EXTENTS.H + columns
+                sums = load_sums(slot, its_bits, rank, token, columns, 0, PEERS=PEERS, EXTENTS=EXTENTS)
+                to_add = load_bias(bias, at, inside)
+                own_sum, found, factors = add_up(
+                    y,
+                    found,
+                    factors,
+                    rows,
+                    weights,
+                    next_rows,
+                    next_weights,
+                    start,
+                    WEIGHTS=WEIGHTS,
+                    EXTENTS=EXTENTS,
+                )
+                total = tl.zeros_like(own_sum)
+                for group in range(0, EXTENTS.W - 1, PEERS):
+                    for each in tl.static_range(PEERS):
+                        # Own ones between those of the ranks before and behind this one.
+                        other = group + each
+                        total += tl.where((other == rank) & (other < EXTENTS.W - 1), own_sum, 0)
+                        total += sums[each].to(tl.float32)
+                    sums = load_sums(slot, its_bits, rank, token, columns, group + PEERS, PEERS=PEERS, EXTENTS=EXTENTS)
+                total += tl.where(rank == EXTENTS.W - 1, own_sum, 0)
+                total = add_bias(total, to_add)
+                tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+            rows, weights = next_rows, next_weights
     last_value = call * EXTENTS.STEPS + EXTENTS.STEPS - 1
     wait_for_sums(ctx, slot, flags, program=program, value=last_value, statistics=statistics, EXTENTS=EXTENTS)
 

@@ -30,7 +30,7 @@ again: `iris.experts.memory`.
 import triton
 import triton.language as tl
 
-from iris.experts.numbering import add_tallies, first_rows, load_words, number_choices, of_rank, rows_of
+from iris.experts.numbering import add_tallies, first_rows, load_words, number_choices, rows_of
 from iris.experts.routing import (
     choices,
     chunk_of,
@@ -42,6 +42,7 @@ from iris.experts.routing import (
     signal_all,
     steps_of,
     tokens_of,
+    tokens_of_step,
 )
 from iris.experts.rows import NOT, copy_rows, first_blocks, send_rows
 from iris.experts.statistics import begin_wait, count_rows, end_dispatch_wait
@@ -128,9 +129,8 @@ def turn_of(turn, tokens, rank, program, SIZE: tl.constexpr, EXTENTS: tl.constex
     ``tokens``: of each rank.
     """
     source = (rank + turn % EXTENTS.W) % EXTENTS.W
-    first, last = chunk_of(of_rank(tokens, source, EXTENTS), program, EXTENTS)
-    first += turn // EXTENTS.W * SIZE
-    return source, first, tl.minimum(first + SIZE, last)
+    first, last = tokens_of_step(tokens, source, turn // EXTENTS.W, program, SIZE=SIZE, EXTENTS=EXTENTS)
+    return source, first, last
 
 
 @triton.jit

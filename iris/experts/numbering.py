@@ -20,7 +20,7 @@ many of the tokens before it among the C have the expert, too.
 import triton
 import triton.language as tl
 
-from iris.experts.routing import choices
+from iris.experts.routing import choices, of_rank
 
 
 @triton.jit
@@ -103,12 +103,6 @@ def add_tallies(slot, tokens, until, EXTENTS: tl.constexpr):
         before = tl.where(is_source, tl.sum(early, axis=0)[None, :], before)
         whole = tl.where(is_source, tl.sum(every, axis=0)[None, :], whole)
     return before, whole
-
-
-@triton.jit
-def of_rank(numbers, rank, EXTENTS: tl.constexpr):
-    """The one of this rank, of ``numbers`` with one of each."""
-    return tl.sum(tl.where(tl.arange(0, EXTENTS.RANKS) == rank, numbers, 0), axis=0)
 
 
 @triton.jit
