@@ -38,12 +38,12 @@ import triton.language as tl
 
 from iris import simulator
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
-from iris.experts.combine import DISPATCHED, UNWEIGHTED, places_of
 from iris.experts.expert_parallel import ExpertParallel
 from iris.experts.memory import STAGED_TOKENS
 from iris.experts.numbering import load_sent_choices
 from iris.experts.received import Received
 from iris.experts.routing import choices, has_bit, owner_bits, wait_others
+from iris.experts.token_rows import DISPATCHED, UNWEIGHTED, places_of
 from iris.heap import describe_address
 from iris.heap.history import debugging
 from iris.language.barrier import lanes

@@ -8,9 +8,10 @@ from codegen import test_every_kernel as every
 from codegen.collective_arguments import INT32
 from codegen.expert_arguments import COUNTED, TWO_BIASES, forms
 from codegen.offline import TARGETS, by_turns, compile_for, one_of_each
-from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED, combine
+from iris.experts.combine import combine
 from iris.experts.dispatch import dispatch
 from iris.experts.routing import RECEIVE, SEND
+from iris.experts.token_rows import DISPATCHED, GIVEN, UNWEIGHTED
 
 FORMS = ("as it is", *forms("sm_90"))
 PHASES = {"sends": SEND.value, "receives": RECEIVE.value}
