@@ -117,7 +117,7 @@ def send_sums(ctx, slot, y, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.con
     tokens = tl.load(slot.tokens + ranks, mask=ranks < EXTENTS.W, other=0)
     first, last = chunk_of(tl.max(tl.where(ranks == rank, 0, tokens), axis=0), program, EXTENTS)
     steps = tl.maximum(steps_of(first, last, EXTENTS.SUMS), 1)
-    next_source, next_first, next_last = turn_of(0, tokens, rank, program, EXTENTS)
+    next_source, next_first, next_last = turn_of(0, tokens, rank, program, EXTENTS=EXTENTS)
     rows, weights = places_of(
         slot,
         places,
@@ -126,10 +126,10 @@ def send_sums(ctx, slot, y, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.con
         WEIGHTS=WEIGHTS,
         EXTENTS=EXTENTS,
     )
-    found, factors = first_pieces(y, rows, weights, 0, EXTENTS)
+    found, factors = first_pieces(y, rows, weights, 0, EXTENTS=EXTENTS)
     for turn in range(steps * (EXTENTS.W - 1)):
         source, first, last = next_source, next_first, next_last
-        next_source, next_first, next_last = turn_of(turn + 1, tokens, rank, program, EXTENTS)
+        next_source, next_first, next_last = turn_of(turn + 1, tokens, rank, program, EXTENTS=EXTENTS)
         # A turn without tokens has one that is not there, so that the next turn's are under way behind it.
         for token in range(first, tl.maximum(last, first + 1)):
             more = token + 1 < last
@@ -150,11 +150,11 @@ def send_sums(ctx, slot, y, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.con
                     y,
                     found,
                     factors,
-                    rows,
-                    weights,
-                    next_rows,
-                    next_weights,
-                    start,
+                    rows=rows,
+                    weights=weights,
+                    next_rows=next_rows,
+                    next_weights=next_weights,
+                    start=start,
                     WEIGHTS=WEIGHTS,
                     EXTENTS=EXTENTS,
                 )
@@ -173,7 +173,7 @@ def send(ctx, slot, y, topk_weights, places, call, WEIGHTS: tl.constexpr, EXTENT
     if WEIGHTS == GIVEN:
         send_weights(ctx, slot, topk_weights, call, EXTENTS=EXTENTS)
     if EXTENTS.W > 1:
-        send_sums(ctx, slot, y, places, call, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        send_sums(ctx, slot, y, places, call=call, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
 
 
 @triton.jit
@@ -204,7 +204,7 @@ def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS:
     flags = slot.returned + lanes() * EXTENTS.PROGRAMS + program
     first, last = chunk_of(tl.load(slot.tokens + rank), program, EXTENTS)
     rows, weights = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-    found, factors = first_pieces(y, rows, weights, 0, EXTENTS)
+    found, factors = first_pieces(y, rows, weights, 0, EXTENTS=EXTENTS)
     for step in range(steps_of(first, last, SUMS)):
         begin, number = first + step * SUMS, tl.arange(0, SUMS)
         sent = load_sent_choices(slot, region + begin + number, begin + number < last, EXTENTS)
@@ -220,17 +220,17 @@ def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS:
                 columns = start + tl.arange(0, ADDED)
                 inside = columns < EXTENTS.H
                 at = tl.cast(token, tl.int64) * EXTENTS.H + columns
-                sums = load_sums(slot, its_bits, rank, token, columns, 0, PEERS=PEERS, EXTENTS=EXTENTS)
+                sums = load_sums(slot, its_bits, rank, token, columns=columns, first=0, PEERS=PEERS, EXTENTS=EXTENTS)
                 to_add = load_bias(bias, at, inside)
                 own_sum, found, factors = add_up(
                     y,
                     found,
                     factors,
-                    rows,
-                    weights,
-                    next_rows,
-                    next_weights,
-                    start,
+                    rows=rows,
+                    weights=weights,
+                    next_rows=next_rows,
+                    next_weights=next_weights,
+                    start=start,
                     WEIGHTS=WEIGHTS,
                     EXTENTS=EXTENTS,
                 )
@@ -241,7 +241,9 @@ def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS:
                         other = group + each
                         total += tl.where((other == rank) & (other < EXTENTS.W - 1), own_sum, 0)
                         total += sums[each].to(tl.float32)
-                    sums = load_sums(slot, its_bits, rank, token, columns, group + PEERS, PEERS=PEERS, EXTENTS=EXTENTS)
+                    sums = load_sums(
+                        slot, its_bits, rank, token, columns=columns, first=group + PEERS, PEERS=PEERS, EXTENTS=EXTENTS
+                    )
                 total += tl.where(rank == EXTENTS.W - 1, own_sum, 0)
                 total = add_bias(total, to_add)
                 tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

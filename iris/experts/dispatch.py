@@ -36,7 +36,6 @@ from iris.experts.routing import (
     chunk_of,
     load_choices,
     load_experts,
-    load_places,
     number_of_program,
     owner_bits,
     signal_all,
@@ -46,6 +45,7 @@ from iris.experts.routing import (
 )
 from iris.experts.rows import NOT, copy_rows, first_blocks, send_rows
 from iris.experts.statistics import begin_wait, count_rows, end_dispatch_wait
+from iris.experts.token_rows import load_places
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -108,8 +108,8 @@ def send(
                 ctx,
                 slot,
                 x,
-                scales,
-                found,
+                scales=scales,
+                found=found,
                 token=token,
                 bits=bits,
                 next_token=next_token,
@@ -213,7 +213,18 @@ def receive(
                         begun = begin_wait(statistics)
                         ctx.wait(flag, call * EXTENTS.STEPS + turn // EXTENTS.W + 1, cmp="reached")
                         end_dispatch_wait(statistics, source, begun)
-                    copy_rows(slot, x, scales, layout, token, source, rank, rows, FORM=FORM, EXTENTS=EXTENTS)
+                    copy_rows(
+                        slot,
+                        x,
+                        scales,
+                        layout,
+                        token=token,
+                        source=source,
+                        rank=rank,
+                        rows=rows,
+                        FORM=FORM,
+                        EXTENTS=EXTENTS,
+                    )
         if program == 0:
             expert = tl.arange(0, EXTENTS.LOCALS)
             tl.store(layout.counts + expert, total, mask=expert < EXTENTS.LOCAL)

@@ -82,19 +82,6 @@ def load_choices(ids, token, there, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def load_places(places, token, there, EXTENTS: tl.constexpr):
-    """For each choice of a token, or of a block of them, its row on this rank, -1 for none; a tuple.
-
-    ``token``: its number among the tokens of all ranks, if it is ``there``.
-    """
-    K: tl.constexpr = EXTENTS.K
-    rows = ()
-    for choice in tl.static_range(K):
-        rows += (tl.load(places + tl.cast(token, tl.int64) * EXTENTS.K + choice, mask=there, other=-1),)
-    return rows
-
-
-@triton.jit
 def owners(experts, EXTENTS: tl.constexpr):
     """The ranks of these experts, -1 for none."""
     return tl.where(experts >= 0, experts // EXTENTS.LOCAL, -1)

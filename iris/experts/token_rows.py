@@ -8,7 +8,6 @@ piece: of many tokens these are half of the choices and more.
 import triton
 import triton.language as tl
 
-from iris.experts.routing import load_places
 from iris.language.target import threads_per_warp
 
 # Rows that are under way while one is added up.
@@ -21,6 +20,19 @@ UNWEIGHTED, DISPATCHED, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2
 def added_columns(extents):
     """Columns that a program adds up at a time: as many a thread where warps have 64 of these."""
     return min(1 << (extents.H - 1).bit_length(), extents.ADDED * threads_per_warp() // 32)
+
+
+@triton.jit
+def load_places(places, token, there, EXTENTS: tl.constexpr):
+    """For each choice of a token, or of a block of them, its row on this rank, -1 for none; a tuple.
+
+    ``token``: its number among the tokens of all ranks, if it is ``there``.
+    """
+    K: tl.constexpr = EXTENTS.K
+    rows = ()
+    for choice in tl.static_range(K):
+        rows += (tl.load(places + tl.cast(token, tl.int64) * EXTENTS.K + choice, mask=there, other=-1),)
+    return rows
 
 
 @triton.jit
@@ -115,7 +127,9 @@ def add_up(
     ``found``, ``factors``: of `first_pieces`. Behind the sum those of what is added up next are returned.
     """
     K: tl.constexpr = EXTENTS.K
-    rows_behind, weights_behind, start_behind = behind(rows, weights, start, next_rows, next_weights, EXTENTS)
+    rows_behind, weights_behind, start_behind = behind(
+        rows, weights, start=start, next_rows=next_rows, next_weights=next_weights, EXTENTS=EXTENTS
+    )
     total = tl.zeros((added_columns(EXTENTS),), dtype=tl.float32)
     pieces = pieces_of(rows, K)
     for n in range(pieces):
@@ -132,3 +146,20 @@ def add_up(
         total += piece
         found, factors = found[1:] + (later,), factors[1:] + (weight,)
     return total, found, factors
+
+
+@triton.jit
+def sum_of_rows(y, rows, weights, columns, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """The same of all choices at once, without those of another token: in combine in stages, where tokens are few."""
+    K: tl.constexpr = EXTENTS.K
+    found = ()
+    for choice in tl.static_range(K):
+        at = tl.cast(rows[choice], tl.int64) * EXTENTS.H + columns
+        found += (tl.load(y + at, mask=(rows[choice] >= 0) & (columns < EXTENTS.H), other=0),)
+    total = tl.zeros(found[0].shape, dtype=tl.float32)
+    for choice in tl.static_range(K):
+        row = found[choice].to(tl.float32)
+        if WEIGHTS != UNWEIGHTED:
+            row *= weights[choice]
+        total += row
+    return total

@@ -43,7 +43,7 @@ from iris.experts.memory import STAGED_TOKENS
 from iris.experts.numbering import load_sent_choices
 from iris.experts.received import Received
 from iris.experts.routing import choices, has_bit, owner_bits, wait_others
-from iris.experts.token_rows import DISPATCHED, UNWEIGHTED, places_of
+from iris.experts.token_rows import DISPATCHED, UNWEIGHTED, places_of, sum_of_rows
 from iris.heap import describe_address
 from iris.heap.history import debugging
 from iris.language.barrier import lanes
@@ -70,31 +70,6 @@ DEBUGGING = debugging()
 
 # What launches kernels of one kind.
 _prepared: dict[tuple, Callable[..., None]] = {}
-
-
-@triton.jit
-def load_rows(y, rows, columns, EXTENTS: tl.constexpr):
-    """Columns of a token's rows on this rank, a tuple with a block for each choice."""
-    K: tl.constexpr = EXTENTS.K
-    found = ()
-    for choice in tl.static_range(K):
-        at = tl.cast(rows[choice], tl.int64) * EXTENTS.H + columns
-        found += (tl.load(y + at, mask=(rows[choice] >= 0) & (columns < EXTENTS.H), other=0),)
-    return found
-
-
-@triton.jit
-def add_up(found, weights, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """The sum of a token's rows, float32, in the order of its choices."""
-    K: tl.constexpr = EXTENTS.K
-    total = tl.zeros(found[0].shape, dtype=tl.float32)
-    for choice in tl.static_range(K):
-        # Of experts elsewhere zeros: that takes less than to leave them out.
-        row = found[choice].to(tl.float32)
-        if WEIGHTS != UNWEIGHTED:
-            row *= weights[choice]
-        total += row
-    return total
 
 
 @triton.jit
@@ -139,8 +114,7 @@ def send(
         target = slot.partials + (tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M + chosen) * EXTENTS.H
         for start in range(0, EXTENTS.H, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            found = load_rows(y, rows, columns, EXTENTS)
-            total = add_up(found, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+            total = sum_of_rows(y, rows, weights, columns, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
             rounded = total.to(slot.partials.dtype.element_ty)
             ctx.store(target + columns, rounded, source, mask=columns < EXTENTS.H)
 
@@ -176,7 +150,7 @@ def finish(
         for start in range(0, EXTENTS.H, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < EXTENTS.H
-            own_sum = add_up(load_rows(y, rows, columns, EXTENTS), weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+            own_sum = sum_of_rows(y, rows, weights, columns, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
             total = tl.zeros_like(own_sum)
             for expert_rank in range(EXTENTS.W):
                 if expert_rank == rank:
