@@ -43,7 +43,7 @@ from iris.experts.routing import (
     tokens_of,
     tokens_of_step,
 )
-from iris.experts.rows import NOT, copy_rows, first_blocks, send_rows
+from iris.experts.rows import NOT, copy_rows, load_columns, send_rows
 from iris.experts.statistics import begin_wait, count_rows, end_dispatch_wait
 from iris.experts.token_rows import load_places
 from iris.language.barrier import lanes
@@ -97,7 +97,8 @@ def send(
         # Rows are under way while choices are numbered, and choices of two steps ahead while rows are sent.
         bits = owner_bits(load_choices(topk_ids, token, token < last, EXTENTS), EXTENTS)
         later = load_choices(topk_ids, token + EXTENTS.STEP, token + EXTENTS.STEP < last, EXTENTS)
-        found = first_blocks(x, token, bits, EXTENTS)
+        rows, column = x + tl.cast(token, tl.int64) * EXTENTS.H, tl.arange(0, EXTENTS.BLOCK)
+        found = load_columns(rows, bits != 0, column, EXTENTS.H, other=0)
     send_choices(ctx, slot, topk_ids, topk_weights, tokens=tokens, weighted=weighted, EXTENTS=EXTENTS)
     if FORM.MOVES:
         for step in range(steps_of(first, last, EXTENTS.STEP)):

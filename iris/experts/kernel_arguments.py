@@ -42,7 +42,9 @@ class Extents(NamedTuple):
     BLOCK: int
     """Columns that it sends at a time."""
     ADDED: int
-    """Columns that it adds up at a time."""
+    """Columns of a row that it adds up at a time, where warps have 32 threads."""
+    AHEAD: int
+    """Rows that are under way while it adds up one."""
     COPIED: int
     """Bytes of a row that it copies at a time."""
     TALLIES: int

@@ -77,11 +77,10 @@ ALIGNMENT = 1024
 # Warps of a program. Two of them, one that sends and one that receives, share a multiprocessor, so that one computes
 # while the other waits; both together leave the room that `leaving_room` speaks of.
 NUM_WARPS = 4
-# Chosen on two H200 among tiles of 1 to 16 tokens, 2 and 4 KiB, programs of 4, 8 and 16 warps. Tokens of a step, and
-# of how many a program adds up the rows at a time.
+# Tokens of a step of dispatch, which moves their rows together, and of combine, which moves one token's at a time.
 STEP, SUMS = 4, 4
 # Bytes of each row that a program sends at a time, copies (more, since nothing is computed), and adds up.
-BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 8192, 8192
+BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 4096, 16384
 # Choices that a program compares with each other, and numbers of rows that it adds up at a time.
 PAIRS, TALLIES = 128, 2048
 # Of `iris.ops.combine_in_stages`: stages at most, and tokens of a rank that have a flag for each.
@@ -138,6 +137,7 @@ def extents(
         WARPS=larger * NUM_WARPS,
         BLOCK=min(next_power_of_2(hidden), larger * BLOCK_BYTES // dtype.itemsize),
         ADDED=min(next_power_of_2(hidden), larger * ADDED_BYTES // dtype.itemsize),
+        AHEAD=larger,
         COPIED=larger * COPIED,
         TALLIES=max(1, min(128, TALLIES // next_power_of_2(local))),
     )

@@ -16,8 +16,6 @@ from iris.experts.routing import has_bit
 # So that a row of zeros has a factor that divides.
 SMALLEST = tl.constexpr(1e-12)
 NOT, BY_ROW, BY_BLOCK = tl.constexpr("not"), tl.constexpr("by row"), tl.constexpr("by block")
-# Blocks of columns that are under way while a program sends one.
-AHEAD = 2
 # Elements of a block that has a factor.
 GROUP = 128
 
@@ -58,22 +56,6 @@ def load_columns(rows, there, columns, WIDTH: tl.constexpr, other: tl.constexpr 
     return tl.load(rows[:, None] + columns[None, :], mask=there[:, None] & (columns < WIDTH)[None, :], other=other)
 
 
-@triton.constexpr_function
-def blocks_ahead(extents):
-    """Blocks of columns that are under way while a program sends one: of the same tokens, or of these and the next."""
-    return min(AHEAD, -(-extents.H // extents.BLOCK))
-
-
-@triton.jit
-def first_blocks(x, token, bits, EXTENTS: tl.constexpr):
-    """The first columns of rows with any ``bits``: as many blocks as are under way at once."""
-    found = ()
-    for block in tl.static_range(blocks_ahead(EXTENTS)):
-        columns = block * EXTENTS.BLOCK + tl.arange(0, EXTENTS.BLOCK)
-        found += (load_columns(x + tl.cast(token, tl.int64) * EXTENTS.H, bits != 0, columns, EXTENTS.H, other=0),)
-    return found
-
-
 @triton.jit
 def send_given_factors(ctx, scales, token, bits, FORM: tl.constexpr, EXTENTS: tl.constexpr):
     """Send the factors that rows came with to the other ranks of their ``bits``."""
@@ -93,37 +75,35 @@ def send_rows(
 ):
     """Send rows of this rank's tokens, and their factors, to the ranks of their ``bits``.
 
-    Rows that are divided on the way go to this rank too. ``found``: their `first_blocks`. Returns those of the next
+    Rows that are divided on the way go to this rank too. ``found``: their first columns. Returns those of the next
     ones, which are under way then.
     """
     GROUP: tl.constexpr = FORM.GROUP
     BLOCK: tl.constexpr = EXTENTS.BLOCK
     DIVIDED: tl.constexpr = FORM.QUANTIZE != NOT
     BLOCKED: tl.constexpr = FORM.QUANTIZE == BY_BLOCK
-    WIDTH: tl.constexpr = (EXTENTS.H + BLOCK - 1) // BLOCK * BLOCK
     element: tl.constexpr = slot.rows.dtype.element_ty
     rank, column = ctx.cur_rank, tl.arange(0, BLOCK)
     there = tl.cast(rank, tl.int64) * EXTENTS.M + token
     if DIVIDED and not BLOCKED:
         factor = row_factors(x + tl.cast(token, tl.int64) * EXTENTS.H, bits != 0, FORM, EXTENTS)
     for begin in range(0, EXTENTS.H, BLOCK):
-        # Behind the last columns the next tokens' first ones.
-        ahead = begin + blocks_ahead(EXTENTS) * BLOCK
-        ends = ahead >= WIDTH
+        # The next columns are under way while these are sent: behind the last ones the next tokens' first ones.
+        ends = begin + BLOCK >= EXTENTS.H
         later = load_columns(
             x + tl.cast(tl.where(ends, next_token, token), tl.int64) * EXTENTS.H,
             tl.where(ends, next_bits, bits) != 0,
-            tl.where(ends, ahead - WIDTH, ahead) + column,
+            tl.where(ends, 0, begin + BLOCK) + column,
             EXTENTS.H,
             other=0,
         )
         columns = begin + column
         if BLOCKED:
-            data, factors = divide_blocks(found[0].to(tl.float32), element, FORM)
+            data, factors = divide_blocks(found.to(tl.float32), element, FORM)
         elif DIVIDED:
-            data = (found[0].to(tl.float32) / factor[:, None]).to(element)
+            data = (found.to(tl.float32) / factor[:, None]).to(element)
         else:
-            data = found[0]
+            data = found
         target = slot.rows + (there * EXTENTS.H)[:, None] + columns[None, :]
         for distance in range(0 if DIVIDED else 1, EXTENTS.W):
             peer = (rank + distance) % EXTENTS.W
@@ -133,7 +113,7 @@ def send_rows(
                 group = begin // GROUP + tl.arange(0, BLOCK // GROUP)
                 to = scales.sent + (there * FORM.SCALES)[:, None] + group[None, :]
                 ctx.store(to, factors, peer, mask=sent & (group < FORM.SCALES)[None, :])
-        found = found[1:] + (later,)
+        found = later
     if DIVIDED and not BLOCKED:
         for distance in range(0, EXTENTS.W):
             peer = (rank + distance) % EXTENTS.W

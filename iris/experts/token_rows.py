@@ -10,8 +10,6 @@ import triton.language as tl
 
 from iris.language.target import threads_per_warp
 
-# Rows that are under way while one is added up.
-AHEAD = tl.constexpr(2)
 # Whether rows are multiplied: not at all, by weights that came with the dispatch, or by such as are given now.
 UNWEIGHTED, DISPATCHED, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -63,12 +61,13 @@ def is_here(rows, K: tl.constexpr):
 
 
 @triton.jit
-def pieces_of(rows, K: tl.constexpr):
+def pieces_of(rows, EXTENTS: tl.constexpr):
     """How many of a token's rows are on this rank, and as many as are under way at once at least."""
+    K: tl.constexpr = EXTENTS.K
     number = 0
     for choice in tl.static_range(K):
         number += (rows[choice] >= 0).to(tl.int32)
-    return tl.maximum(number, AHEAD)
+    return tl.maximum(number, EXTENTS.AHEAD)
 
 
 @triton.jit
@@ -97,6 +96,7 @@ def load_piece(y, row, start, EXTENTS: tl.constexpr):
 @triton.jit
 def first_pieces(y, rows, weights, start, EXTENTS: tl.constexpr):
     """The first of a token's rows on this rank, from column ``start`` on, and their weights: what is under way."""
+    AHEAD: tl.constexpr = EXTENTS.AHEAD
     found, factors = (), ()
     for n in tl.static_range(AHEAD):
         row, weight = nth_row(rows, weights, n, EXTENTS.K)
@@ -127,11 +127,12 @@ def add_up(
     ``found``, ``factors``: of `first_pieces`. Behind the sum those of what is added up next are returned.
     """
     K: tl.constexpr = EXTENTS.K
+    AHEAD: tl.constexpr = EXTENTS.AHEAD
     rows_behind, weights_behind, start_behind = behind(
         rows, weights, start=start, next_rows=next_rows, next_weights=next_weights, EXTENTS=EXTENTS
     )
     total = tl.zeros((added_columns(EXTENTS),), dtype=tl.float32)
-    pieces = pieces_of(rows, K)
+    pieces = pieces_of(rows, EXTENTS)
     for n in range(pieces):
         # While one piece is added up, the next ones are under way: of this sum, and then of the next.
         row, weight = nth_row(rows, weights, n + AHEAD, K)
