@@ -17,7 +17,8 @@ serves the p-th share of a rank's tokens, some at a time, a step. One that sends
 
 It waits for nothing. One that receives:
 
-3. waits for ``routed`` of all programs of all ranks. Now it knows where its tokens' rows begin for each expert;
+3. waits for ``routed`` of all programs of all ranks. Now it knows where its tokens' rows begin for each expert, and
+   stores to ``places`` where each choice goes;
 4. step by step, for each rank, waits for ``sent`` of program p there, and copies the rows to the places of their
    experts.
 
