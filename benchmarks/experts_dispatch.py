@@ -28,8 +28,7 @@ from iris.bench.timing import capture, do_bench, microseconds_in_turns
 from iris.ccl.kernel_launch import leaving_room
 from iris.experts.dispatch import dispatch
 from iris.experts.kernel_arguments import Form, Layout, Scales, Slot
-from iris.experts.kernels import NUM_WARPS
-from iris.experts.memory import extents, layout_rows, slot_parts, split_rows
+from iris.experts.memory import NUM_WARPS, extents, layout_rows, slot_parts, split_rows
 from iris.experts.plan import ROUTING
 from iris.experts.routing import RECEIVE, SEND, WHOLE
 from iris.experts.rows import BY_BLOCK, GROUP
@@ -93,7 +92,7 @@ class Ranks:
         resident = 2 * NUM_WARPS * threads_per_warp()
         options = leaving_room(resident) if ON_GPU and on_nvidia() else {}
         grid = ((2 if phase is WHOLE else 1) * programs, 1, 1)
-        launch, args = prepare(dispatch, grid, *args, num_warps=NUM_WARPS, **options), addresses(args)
+        launch, args = prepare(dispatch, grid, *args, num_warps=self.extents.WARPS, **options), addresses(args)
         return lambda: launch(torch.cuda.current_stream().cuda_stream if ON_GPU else None, args)
 
     def send_ahead(self, calls):

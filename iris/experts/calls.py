@@ -21,7 +21,6 @@ from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.cuda_graphs.capture import capture_id
 from iris.errors import HeapClosedError, PendingCallError, TooManyInFlightError
 from iris.experts import checks, padding
-from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED
 from iris.experts.config import ExpertsConfig
 from iris.experts.kernel_arguments import Extents, FewTokens, Form
 from iris.experts.kernels import kernels_of
@@ -29,6 +28,7 @@ from iris.experts.memory import Memory, layout_rows
 from iris.experts.pending import PendingCall
 from iris.experts.plan import Plan, Plans, kind_of, pointers_of
 from iris.experts.received import Received
+from iris.experts.token_rows import DISPATCHED, GIVEN, UNWEIGHTED
 from iris.experts.views import Format, Views, shape_of_rows, with_rows
 from iris.heap import describe_address
 from iris.heap.history import debugging

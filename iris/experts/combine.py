@@ -35,17 +35,17 @@ from iris.experts.routing import (
     signal_all,
     signal_others,
     steps_of,
+    tokens_of_step,
     wait_others,
 )
 from iris.experts.statistics import begin_wait, end_combine_wait
+from iris.experts.token_rows import GIVEN, add_up, added_columns, first_pieces, is_here, places_of
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 
 # Weights that a program copies at a time.
 PAIRS = tl.constexpr(256)
-# Whether rows are multiplied: not at all, by weights that came with the dispatch, or by such as are given now.
-UNWEIGHTED, DISPATCHED, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -62,76 +62,6 @@ def send_weights(ctx, slot, topk_weights, call, EXTENTS: tl.constexpr):
             ctx.store(slot.weights + region + pair, weights, (rank + distance) % EXTENTS.W, mask=mask)
     signal_all(ctx, slot.weighed + rank * EXTENTS.PROGRAMS + program, call)
     wait_others(ctx, slot.weighed + lanes() * EXTENTS.PROGRAMS + program, call)
-
-
-@triton.jit
-def places_of(slot, places, token, there, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """For each choice of tokens, their rows on this rank, -1 for none, and weights; two tuples.
-
-    ``token``: numbers among the tokens of all ranks, if they are ``there``.
-    """
-    K: tl.constexpr = EXTENTS.K
-    rows, weights = (), ()
-    for choice in tl.static_range(K):
-        at = tl.cast(token, tl.int64) * EXTENTS.K + choice
-        rows += (tl.load(places + at, mask=there, other=-1),)
-        if WEIGHTS == UNWEIGHTED:
-            weights += (1.0,)
-        else:
-            weights += (tl.load(slot.weights + at, mask=there, other=0),)
-    return rows, weights
-
-
-@triton.jit
-def load_rows(y, rows, columns, EXTENTS: tl.constexpr):
-    """Columns of tokens' rows on this rank, a tuple with a block for each choice."""
-    K: tl.constexpr = EXTENTS.K
-    found = ()
-    for choice in tl.static_range(K):
-        at = (tl.cast(rows[choice], tl.int64) * EXTENTS.H)[:, None] + columns[None, :]
-        mask = (rows[choice] >= 0)[:, None] & (columns < EXTENTS.H)[None, :]
-        found += (tl.load(y + at, mask=mask, other=0),)
-    return found
-
-
-@triton.jit
-def add_up(found, rows, weights, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """The sums of tokens' rows, float32, in the order of their choices."""
-    K: tl.constexpr = EXTENTS.K
-    total = tl.zeros(found[0].shape, dtype=tl.float32)
-    for choice in tl.static_range(K):
-        # Of many tokens the experts of half of the choices and more are elsewhere.
-        if tl.max(rows[choice], axis=0) >= 0:
-            row = found[choice].to(tl.float32)
-            if WEIGHTS != UNWEIGHTED:
-                # Not by the weight of a choice whose expert is elsewhere: that may be no number.
-                row *= tl.where(rows[choice] >= 0, weights[choice], 0)[:, None]
-            total += row
-    return total
-
-
-@triton.jit
-def send_sums(ctx, slot, y, places, source, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """Step 3, for tokens [first, last) of rank ``source``."""
-    K: tl.constexpr = EXTENTS.K
-    column = tl.arange(0, EXTENTS.ADDED)
-    for some in range(first, last, EXTENTS.SUMS):
-        token = some + tl.arange(0, EXTENTS.SUMS)
-        there = tl.cast(source, tl.int64) * EXTENTS.M + token
-        rows, weights = places_of(slot, places, there, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-        here = rows[0] >= 0
-        for choice in tl.static_range(1, K):
-            here = here | (rows[choice] >= 0)
-        target = slot.partials + ((tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H)[:, None]
-        # The next columns are under way while these are added up.
-        found = load_rows(y, rows, column, EXTENTS)
-        for start in range(0, EXTENTS.H, EXTENTS.ADDED):
-            columns = start + column
-            later = load_rows(y, rows, columns + EXTENTS.ADDED, EXTENTS)
-            total = add_up(found, rows, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-            found = later
-            mask = here[:, None] & (columns < EXTENTS.H)[None, :]
-            ctx.store(target + columns[None, :], total.to(slot.partials.dtype.element_ty), source, mask=mask)
 
 
 @triton.jit
@@ -153,59 +83,97 @@ def add_bias(total, found):
 
 
 @triton.jit
-def receive_sums(ctx, slot, y, places, out, bias, first, last, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
-    """Step 4, behind the wait, for own tokens [first, last)."""
-    # The sums of so many ranks are under way at once. Ranks that there are not have no bit.
-    PEERS: tl.constexpr = min(EXTENTS.RANKS, 8)
-    rank = ctx.cur_rank
-    column = tl.arange(0, EXTENTS.ADDED)
-    for some in range(first, last, EXTENTS.SUMS):
-        token = some + tl.arange(0, EXTENTS.SUMS)
-        own = tl.cast(rank, tl.int64) * EXTENTS.M + token
-        rows, weights = places_of(slot, places, own, token < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-        bits = owner_bits(load_sent_choices(slot, own, token < last, EXTENTS), EXTENTS)
-        found = load_rows(y, rows, column, EXTENTS)
-        for start in range(0, EXTENTS.H, EXTENTS.ADDED):
-            columns = start + column
-            inside = (columns < EXTENTS.H)[None, :]
-            later = load_rows(y, rows, columns + EXTENTS.ADDED, EXTENTS)
-            own_sum = add_up(found, rows, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-            found = later
-            at = (tl.cast(token, tl.int64) * EXTENTS.H)[:, None] + columns[None, :]
-            to_add = load_bias(bias, at, (token < last)[:, None] & inside)
-            total = tl.zeros_like(own_sum)
-            for group in range(0, EXTENTS.W, PEERS):
-                sums = ()
-                for each in tl.static_range(PEERS):
-                    peer = group + each
-                    sent = ((tl.cast(peer, tl.int64) * EXTENTS.M + token) * EXTENTS.H)[:, None] + columns[None, :]
-                    mask = (has_bit(bits, peer) & (peer != rank))[:, None] & inside
-                    sums += (tl.load(slot.partials + sent, mask=mask, other=0).to(tl.float32),)
-                for each in tl.static_range(PEERS):
-                    total += tl.where(group + each == rank, own_sum, sums[each])
-            total = add_bias(total, to_add)
-            tl.store(out + at, total.to(out.dtype.element_ty), mask=(token < last)[:, None] & inside)
+def load_sums(slot, bits, rank, token, columns, first, PEERS: tl.constexpr, EXTENTS: tl.constexpr):
+    """Columns of what other ranks have made of an own token: of so many, from the ``first`` other one on.
+
+    ``bits``: of the ranks that have experts of it.
+    """
+    sums = ()
+    for each in tl.static_range(PEERS):
+        peer = first + each + (first + each >= rank).to(tl.int32)
+        at = (tl.cast(peer, tl.int64) * EXTENTS.M + token) * EXTENTS.H + columns
+        # Ranks that there are not have no bit.
+        sums += (tl.load(slot.partials + at, mask=has_bit(bits, peer) & (columns < EXTENTS.H), other=0),)
+    return sums
+
+
+@triton.jit
+def turn_of(turn, tokens, rank, program, EXTENTS: tl.constexpr):
+    """The source, and the tokens [first, last) of it, of a sender's ``turn``: each step has one of each other rank.
+
+    ``tokens``: of each rank.
+    """
+    source = (rank + 1 + turn % (EXTENTS.W - 1)) % EXTENTS.W
+    first, last = tokens_of_step(tokens, source, turn // (EXTENTS.W - 1), program, SIZE=EXTENTS.SUMS, EXTENTS=EXTENTS)
+    return source, first, last
+
+
+@triton.jit
+def send_sums(ctx, slot, y, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
+    """Step 3."""
+    ADDED: tl.constexpr = added_columns(EXTENTS)
+    rank, program = ctx.cur_rank, tl.program_id(0)
+    ranks = tl.arange(0, EXTENTS.RANKS)
+    tokens = tl.load(slot.tokens + ranks, mask=ranks < EXTENTS.W, other=0)
+    first, last = chunk_of(tl.max(tl.where(ranks == rank, 0, tokens), axis=0), program, EXTENTS)
+    steps = tl.maximum(steps_of(first, last, EXTENTS.SUMS), 1)
+    next_source, next_first, next_last = turn_of(0, tokens, rank, program, EXTENTS=EXTENTS)
+    rows, weights = places_of(
+        slot,
+        places,
+        tl.cast(next_source, tl.int64) * EXTENTS.M + next_first,
+        next_first < next_last,
+        WEIGHTS=WEIGHTS,
+        EXTENTS=EXTENTS,
+    )
+    found, factors = first_pieces(y, rows, weights, 0, EXTENTS=EXTENTS)
+    for turn in range(steps * (EXTENTS.W - 1)):
+        source, first, last = next_source, next_first, next_last
+        next_source, next_first, next_last = turn_of(turn + 1, tokens, rank, program, EXTENTS=EXTENTS)
+        # A turn without tokens has one that is not there, so that the next turn's are under way behind it.
+        for token in range(first, tl.maximum(last, first + 1)):
+            more = token + 1 < last
+            next_token = tl.where(more, token + 1, next_first)
+            next_rows, next_weights = places_of(
+                slot,
+                places,
+                tl.cast(tl.where(more, source, next_source), tl.int64) * EXTENTS.M + next_token,
+                more | (next_first < next_last),
+                WEIGHTS=WEIGHTS,
+                EXTENTS=EXTENTS,
+            )
+            here = is_here(rows, EXTENTS.K)
+            target = slot.partials + (tl.cast(rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H
+            for start in range(0, EXTENTS.H, ADDED):
+                columns = start + tl.arange(0, ADDED)
+                total, found, factors = add_up(
+                    y,
+                    found,
+                    factors,
+                    rows=rows,
+                    weights=weights,
+                    next_rows=next_rows,
+                    next_weights=next_weights,
+                    start=start,
+                    WEIGHTS=WEIGHTS,
+                    EXTENTS=EXTENTS,
+                )
+                mask = here & (columns < EXTENTS.H)
+                ctx.store(target + columns, total.to(slot.partials.dtype.element_ty), source, mask=mask)
+            rows, weights = next_rows, next_weights
+        if turn % (EXTENTS.W - 1) == EXTENTS.W - 2:
+            step = turn // (EXTENTS.W - 1)
+            reached = tl.where(step == steps - 1, EXTENTS.STEPS - 1, step + 1)
+            signal_others(ctx, slot.returned + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + reached)
 
 
 @triton.jit
 def send(ctx, slot, y, topk_weights, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """Steps 1 to 3."""
-    rank, program = ctx.cur_rank, tl.program_id(0)
     if WEIGHTS == GIVEN:
         send_weights(ctx, slot, topk_weights, call, EXTENTS=EXTENTS)
-    peers = lanes()
-    most = tl.max(tl.load(slot.tokens + peers, mask=(peers < EXTENTS.W) & (peers != rank), other=0), axis=0)
-    first, last = chunk_of(most, program, EXTENTS)
-    steps = tl.maximum(steps_of(first, last, EXTENTS), 1)
-    for step in range(steps):
-        for distance in range(1, EXTENTS.W):
-            source = (rank + distance) % EXTENTS.W
-            first, last = chunk_of(tl.load(slot.tokens + source), program, EXTENTS)
-            first += step * EXTENTS.STEP
-            last = tl.minimum(first + EXTENTS.STEP, last)
-            send_sums(ctx, slot, y, places, source=source, first=first, last=last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-        reached = tl.where(step == steps - 1, EXTENTS.STEPS - 1, step + 1)
-        signal_others(ctx, slot.returned + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + reached)
+    if EXTENTS.W > 1:
+        send_sums(ctx, slot, y, places, call=call, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
 
 
 @triton.jit
@@ -225,18 +193,61 @@ def wait_for_sums(ctx, slot, flags, program, value, statistics, EXTENTS: tl.cons
 @triton.jit
 def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """Step 4."""
+    ADDED: tl.constexpr = added_columns(EXTENTS)
+    SUMS: tl.constexpr = EXTENTS.SUMS
+    # The sums of so many ranks are under way while own rows are added up.
+    PEERS: tl.constexpr = max(1, min(EXTENTS.W - 1, 2))
+    rank, region = ctx.cur_rank, tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M
     if WEIGHTS == GIVEN:
         # Own ones are stored by the program that sends them.
-        ctx.wait(slot.weighed + ctx.cur_rank * EXTENTS.PROGRAMS + program, call, cmp="reached")
+        ctx.wait(slot.weighed + rank * EXTENTS.PROGRAMS + program, call, cmp="reached")
     flags = slot.returned + lanes() * EXTENTS.PROGRAMS + program
-    first, last = chunk_of(tl.load(slot.tokens + ctx.cur_rank), program, EXTENTS)
-    steps = steps_of(first, last, EXTENTS)
-    for step in range(steps):
+    first, last = chunk_of(tl.load(slot.tokens + rank), program, EXTENTS)
+    rows, weights = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+    found, factors = first_pieces(y, rows, weights, 0, EXTENTS=EXTENTS)
+    for step in range(steps_of(first, last, SUMS)):
+        begin, number = first + step * SUMS, tl.arange(0, SUMS)
+        sent = load_sent_choices(slot, region + begin + number, begin + number < last, EXTENTS)
+        bits = owner_bits(sent, EXTENTS)
         value = call * EXTENTS.STEPS + step + 1
         wait_for_sums(ctx, slot, flags, program=program, value=value, statistics=statistics, EXTENTS=EXTENTS)
-        begin = first + step * EXTENTS.STEP
-        end = tl.minimum(begin + EXTENTS.STEP, last)
-        receive_sums(ctx, slot, y, places, out=out, bias=bias, first=begin, last=end, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        for token in range(begin, tl.minimum(begin + SUMS, last)):
+            next_rows, next_weights = places_of(
+                slot, places, region + token + 1, token + 1 < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
+            )
+            its_bits = tl.max(tl.where(number == token - begin, bits, 0), axis=0)
+            for start in range(0, EXTENTS.H, ADDED):
+                columns = start + tl.arange(0, ADDED)
+                inside = columns < EXTENTS.H
+                at = tl.cast(token, tl.int64) * EXTENTS.H + columns
+                sums = load_sums(slot, its_bits, rank, token, columns=columns, first=0, PEERS=PEERS, EXTENTS=EXTENTS)
+                to_add = load_bias(bias, at, inside)
+                own_sum, found, factors = add_up(
+                    y,
+                    found,
+                    factors,
+                    rows=rows,
+                    weights=weights,
+                    next_rows=next_rows,
+                    next_weights=next_weights,
+                    start=start,
+                    WEIGHTS=WEIGHTS,
+                    EXTENTS=EXTENTS,
+                )
+                total = tl.zeros_like(own_sum)
+                for group in range(0, EXTENTS.W - 1, PEERS):
+                    for each in tl.static_range(PEERS):
+                        # Own ones between those of the ranks before and behind this one.
+                        other = group + each
+                        total += tl.where((other == rank) & (other < EXTENTS.W - 1), own_sum, 0)
+                        total += sums[each].to(tl.float32)
+                    sums = load_sums(
+                        slot, its_bits, rank, token, columns=columns, first=group + PEERS, PEERS=PEERS, EXTENTS=EXTENTS
+                    )
+                total += tl.where(rank == EXTENTS.W - 1, own_sum, 0)
+                total = add_bias(total, to_add)
+                tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+            rows, weights = next_rows, next_weights
     last_value = call * EXTENTS.STEPS + EXTENTS.STEPS - 1
     wait_for_sums(ctx, slot, flags, program=program, value=last_value, statistics=statistics, EXTENTS=EXTENTS)
 

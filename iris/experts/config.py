@@ -24,7 +24,7 @@ class ExpertsConfig:
     num_sms : int
         Programs of a kernel, half of which send, each of which may take an SM (NVIDIA) or CU (AMD); at least two. By
         default two for each of a power of two of these, below their number, so that kernels of another stream find room
-        beside them.
+        beside them. Of at most a quarter of them each has the warps of two.
     low_latency : bool, optional
         Whether rows travel as messages that need no flag, by which few tokens take the least time, and many take more.
         By default where ``ranks * max_tokens * top_k`` is 4096 or less, of up to 8 ranks; never on CDNA3. NaNs do not

@@ -17,7 +17,8 @@ serves the p-th share of a rank's tokens, some at a time, a step. One that sends
 
 It waits for nothing. One that receives:
 
-3. waits for ``routed`` of all programs of all ranks. Now it knows where its tokens' rows begin for each expert;
+3. waits for ``routed`` of all programs of all ranks. Now it knows where its tokens' rows begin for each expert, and
+   stores to ``places`` where each choice goes;
 4. step by step, for each rank, waits for ``sent`` of program p there, and copies the rows to the places of their
    experts.
 
@@ -30,7 +31,7 @@ again: `iris.experts.memory`.
 import triton
 import triton.language as tl
 
-from iris.experts.numbering import add_tallies, first_rows, load_words, number_choices, of_rank, rows_of
+from iris.experts.numbering import add_tallies, first_rows, load_words, number_choices, rows_of
 from iris.experts.routing import (
     choices,
     chunk_of,
@@ -41,12 +42,15 @@ from iris.experts.routing import (
     signal_all,
     steps_of,
     tokens_of,
+    tokens_of_step,
 )
-from iris.experts.rows import NOT, copy_rows, send_rows
+from iris.experts.rows import NOT, copy_rows, load_columns, send_rows
 from iris.experts.statistics import begin_wait, count_rows, end_dispatch_wait
+from iris.experts.token_rows import load_places
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
+from iris.language.fences import cta_sync
 from iris.language.ordering import store_after_sync
 
 
@@ -88,64 +92,73 @@ def send(
 ):
     """Steps 1 and 2."""
     rank, program = ctx.cur_rank, tl.program_id(0)
-    send_choices(ctx, slot, topk_ids, topk_weights, tokens=tokens, weighted=weighted, EXTENTS=EXTENTS)
     first, last = chunk_of(tokens, program, EXTENTS)
+    token = first + tl.arange(0, EXTENTS.STEP)
     if FORM.MOVES:
-        for step in range(steps_of(first, last, EXTENTS)):
-            token = first + step * EXTENTS.STEP + tl.arange(0, EXTENTS.STEP)
-            bits = owner_bits(load_choices(topk_ids, token, token < last, EXTENTS), EXTENTS)
-            send_rows(ctx, slot, x, scales, token=token, bits=bits, FORM=FORM, EXTENTS=EXTENTS)
+        # Rows are under way while choices are numbered, and choices of two steps ahead while rows are sent.
+        bits = owner_bits(load_choices(topk_ids, token, token < last, EXTENTS), EXTENTS)
+        later = load_choices(topk_ids, token + EXTENTS.STEP, token + EXTENTS.STEP < last, EXTENTS)
+        rows, column = x + tl.cast(token, tl.int64) * EXTENTS.H, tl.arange(0, EXTENTS.BLOCK)
+        found = load_columns(rows, bits != 0, column, EXTENTS.H, other=0)
+    send_choices(ctx, slot, topk_ids, topk_weights, tokens=tokens, weighted=weighted, EXTENTS=EXTENTS)
+    if FORM.MOVES:
+        for step in range(steps_of(first, last, EXTENTS.STEP)):
+            next_token = token + EXTENTS.STEP
+            next_bits = owner_bits(later, EXTENTS)
+            later = load_choices(topk_ids, next_token + EXTENTS.STEP, next_token + EXTENTS.STEP < last, EXTENTS)
+            found = send_rows(
+                ctx,
+                slot,
+                x,
+                scales=scales,
+                found=found,
+                token=token,
+                bits=bits,
+                next_token=next_token,
+                next_bits=next_bits,
+                FORM=FORM,
+                EXTENTS=EXTENTS,
+            )
+            token, bits = next_token, next_bits
             # To this rank too, whose own rows are sent where they are divided.
             signal_all(ctx, slot.sent + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + step + 1)
 
 
 @triton.jit
-def turn_of(turn, tokens, rank, program, EXTENTS: tl.constexpr):
-    """The source, and the tokens [first, last) of it, of a program's ``turn``: each step has one of each rank.
+def turn_of(turn, tokens, rank, program, SIZE: tl.constexpr, EXTENTS: tl.constexpr):
+    """The source, and the tokens [first, last) of it, of a program's ``turn``: by turns ``SIZE`` of each rank.
 
     ``tokens``: of each rank.
     """
     source = (rank + turn % EXTENTS.W) % EXTENTS.W
-    first, last = chunk_of(of_rank(tokens, source, EXTENTS), program, EXTENTS)
-    first += turn // EXTENTS.W * EXTENTS.STEP
-    return source, first, tl.minimum(first + EXTENTS.STEP, last)
+    first, last = tokens_of_step(tokens, source, turn // EXTENTS.W, program, SIZE=SIZE, EXTENTS=EXTENTS)
+    return source, first, last
 
 
 @triton.jit
 def words_of_turn(slot, turn, tokens, rank, program, EXTENTS: tl.constexpr):
-    """What the rank has sent of its tokens."""
-    source, first, last = turn_of(turn, tokens, rank, program, EXTENTS=EXTENTS)
-    token = first + tl.arange(0, EXTENTS.STEP)
+    """What the rank has sent of its tokens, whose choices are placed together."""
+    source, first, last = turn_of(turn, tokens, rank, program, SIZE=EXTENTS.COUNTED, EXTENTS=EXTENTS)
+    token = first + tl.arange(0, EXTENTS.COUNTED)
     return load_words(slot, tl.cast(source, tl.int64) * EXTENTS.M + token, token < last, EXTENTS)
 
 
 @triton.jit
-def place_step(
-    slot, x, scales, layout, word, source, rank, first, last, start, FORM: tl.constexpr, EXTENTS: tl.constexpr
-):
-    """Copy the rows of the tokens [first, last) of rank ``source``, of a step, to their experts.
+def place_choices(slot, layout, later, start, tokens, rank, program, turns, EXTENTS: tl.constexpr):
+    """Where the choices of a program's tokens go, to ``places``.
 
-    ``word``: what it has sent of them. ``start``: of `rows_of`.
+    ``later``: of `words_of_turn`, the first. ``start``: of `rows_of`.
     """
-    k, token = choices(EXTENTS), first + tl.arange(0, EXTENTS.STEP)
-    place = rows_of(word, start, source=source, rank=rank, EXTENTS=EXTENTS)
-    at = (tl.cast(source, tl.int64) * EXTENTS.M + token)[:, None] * EXTENTS.K + k[None, :]
-    tl.store(layout.places + at, place, mask=(token < last)[:, None] & (k < EXTENTS.K)[None, :])
-    if FORM.MOVES:
-        # The row of an expert that was chosen twice is copied for the first choice.
-        copied = tl.where(word >= 0, place, -1)
-        copy_rows(
-            slot,
-            x,
-            scales,
-            layout,
-            token=token,
-            source=source,
-            rank=rank,
-            copied=copied,
-            FORM=FORM,
-            EXTENTS=EXTENTS,
-        )
+    k = choices(EXTENTS)
+    for turn in range(turns):
+        word = later
+        # Of the next turn, under way while these are placed.
+        later = words_of_turn(slot, turn + 1, tokens=tokens, rank=rank, program=program, EXTENTS=EXTENTS)
+        source, first, last = turn_of(turn, tokens, rank, program, SIZE=EXTENTS.COUNTED, EXTENTS=EXTENTS)
+        token = first + tl.arange(0, EXTENTS.COUNTED)
+        at = (tl.cast(source, tl.int64) * EXTENTS.M + token)[:, None] * EXTENTS.K + k[None, :]
+        place = rows_of(word, start, source=source, rank=rank, EXTENTS=EXTENTS)
+        tl.store(layout.places + at, place, mask=(token < last)[:, None] & (k < EXTENTS.K)[None, :])
 
 
 @triton.jit
@@ -176,40 +189,44 @@ def receive(
     most = tl.max(tokens, axis=0)
     # Programs before this one have tokens if it has; the first writes what there is of all.
     if (program < most) | (program == 0):
-        # Of the first turn, under way while tallies are added up.
+        # Under way while tallies are added up.
         later = words_of_turn(slot, 0, tokens=tokens, rank=rank, program=program, EXTENTS=EXTENTS)
         before, whole = add_tallies(slot, tokens, program, EXTENTS)
         total = tl.sum(whole, axis=0)
         begin, end = first_rows(total, alignment, EXTENTS)
         start = tl.reshape(begin[None, :] + tl.cumsum(whole, axis=0) - whole + before, (STARTS,))
         first, last = chunk_of(most, program, EXTENTS)
-        steps = steps_of(first, last, EXTENTS)
-        for turn in range(steps * EXTENTS.W):
-            source, first, last = turn_of(turn, tokens, rank, program, EXTENTS=EXTENTS)
-            word = later
-            # Of the next turn, under way while rows are copied.
-            later = words_of_turn(slot, turn + 1, tokens=tokens, rank=rank, program=program, EXTENTS=EXTENTS)
-            if first < last:
-                # Own rows have not gone anywhere, unless they were divided.
-                if FORM.MOVES & ((source != rank) | DIVIDED):
-                    flag = slot.sent + source * EXTENTS.PROGRAMS + program
-                    begun = begin_wait(statistics)
-                    ctx.wait(flag, call * EXTENTS.STEPS + turn // EXTENTS.W + 1, cmp="reached")
-                    end_dispatch_wait(statistics, source, begun)
-                place_step(
-                    slot,
-                    x,
-                    scales,
-                    layout,
-                    word=word,
-                    source=source,
-                    rank=rank,
-                    first=first,
-                    last=last,
-                    start=start,
-                    FORM=FORM,
-                    EXTENTS=EXTENTS,
-                )
+        turns = steps_of(first, last, EXTENTS.COUNTED) * EXTENTS.W
+        place_choices(
+            slot, layout, later, start, tokens=tokens, rank=rank, program=program, turns=turns, EXTENTS=EXTENTS
+        )
+        if FORM.MOVES:
+            # What other threads have stored is read.
+            cta_sync()
+            for turn in range(steps_of(first, last, EXTENTS.STEP) * EXTENTS.W):
+                source, begin_of, end_of = turn_of(turn, tokens, rank, program, SIZE=EXTENTS.STEP, EXTENTS=EXTENTS)
+                if begin_of < end_of:
+                    token = begin_of + tl.arange(0, EXTENTS.STEP)
+                    there = tl.cast(source, tl.int64) * EXTENTS.M + token
+                    rows = load_places(layout.places, there, token < end_of, EXTENTS)
+                    # Own rows have not gone anywhere, unless they were divided.
+                    if (source != rank) | DIVIDED:
+                        flag = slot.sent + source * EXTENTS.PROGRAMS + program
+                        begun = begin_wait(statistics)
+                        ctx.wait(flag, call * EXTENTS.STEPS + turn // EXTENTS.W + 1, cmp="reached")
+                        end_dispatch_wait(statistics, source, begun)
+                    copy_rows(
+                        slot,
+                        x,
+                        scales,
+                        layout,
+                        token=token,
+                        source=source,
+                        rank=rank,
+                        rows=rows,
+                        FORM=FORM,
+                        EXTENTS=EXTENTS,
+                    )
         if program == 0:
             expert = tl.arange(0, EXTENTS.LOCALS)
             tl.store(layout.counts + expert, total, mask=expert < EXTENTS.LOCAL)

@@ -36,11 +36,15 @@ class Extents(NamedTuple):
     PROGRAMS: int
     """That send, and as many that receive."""
     SUMS: int
-    """Tokens that it adds up together."""
+    """Tokens of a rank whose sums it sends with a flag of their own."""
+    WARPS: int
+    """Of a program."""
     BLOCK: int
     """Columns that it sends at a time."""
     ADDED: int
-    """Columns that it adds up at a time."""
+    """Columns of a row that it adds up at a time, where warps have 32 threads."""
+    AHEAD: int
+    """Rows that are under way while it adds up one."""
     COPIED: int
     """Bytes of a row that it copies at a time."""
     TALLIES: int

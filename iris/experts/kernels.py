@@ -17,12 +17,10 @@ from iris.experts.kernel_arguments import Bias, Extents, FewTokens, Scales
 from iris.experts.low_latency import memory as low_latency
 from iris.experts.low_latency.combine import combine as low_latency_combine
 from iris.experts.low_latency.dispatch import dispatch as low_latency_dispatch
+from iris.experts.memory import NUM_WARPS
 from iris.experts.rows import NOT
 from iris.language.target import architecture, threads_per_warp
 
-# Of a program. Two of them, one that sends and one that receives, share a multiprocessor, so that one computes while
-# the other waits; both together leave the room that `leaving_room` speaks of.
-NUM_WARPS = 4
 # What rows of fp8 are moved as, where their values do not matter.
 BYTES = torch.uint8
 NO_BIAS = Bias()
@@ -67,7 +65,7 @@ def kernels_of(extents: Extents | FewTokens) -> Kernels:
         return Kernels(few, of_few, extents.PROGRAMS, extents.THREADS // threads_per_warp(), extents.THREADS)
     many = Kernel("dispatch", dispatch, _dispatch_arguments)
     of_many = Kernel("combine", combine, _combine_arguments)
-    return Kernels(many, of_many, 2 * extents.PROGRAMS, NUM_WARPS, 2 * NUM_WARPS * threads_per_warp())
+    return Kernels(many, of_many, 2 * extents.PROGRAMS, extents.WARPS, 2 * NUM_WARPS * threads_per_warp())
 
 
 def _dispatch_arguments(memory: tuple, given: tuple, tail: tuple) -> tuple:

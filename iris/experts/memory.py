@@ -74,11 +74,13 @@ from iris.runtime.workspace import Workspace
 
 # Bytes: each part begins at a multiple of these, as tensors on the heap do.
 ALIGNMENT = 1024
-# Chosen on two H200 among tiles of 1 to 16 tokens, 2 and 4 KiB, programs of 4, 8 and 16 warps. Tokens of a step, and
-# of how many a program adds up the rows at a time.
-STEP, SUMS = 4, 1
+# Warps of a program. Two of them, one that sends and one that receives, share a multiprocessor, so that one computes
+# while the other waits; both together leave the room that `leaving_room` speaks of.
+NUM_WARPS = 4
+# Tokens of a step of dispatch, which moves their rows together, and of combine, which moves one token's at a time.
+STEP, SUMS = 4, 4
 # Bytes of each row that a program sends at a time, copies (more, since nothing is computed), and adds up.
-BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 4096, 4096
+BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 4096, 16384
 # Choices that a program compares with each other, and numbers of rows that it adds up at a time.
 PAIRS, TALLIES = 128, 2048
 # Of `iris.ops.combine_in_stages`: stages at most, and tokens of a rank that have a flag for each.
@@ -101,10 +103,20 @@ class Part(NamedTuple):
 
 
 def extents(
-    size: int, num_experts: int, top_k: int, max_tokens: int, hidden: int, dtype: torch.dtype, programs: int
+    size: int,
+    num_experts: int,
+    top_k: int,
+    max_tokens: int,
+    hidden: int,
+    dtype: torch.dtype,
+    programs: int,
+    alone: bool = False,
 ) -> Extents:
-    """Of ``size`` ranks on which so many programs send, and as many receive."""
-    local = num_experts // size
+    """Of ``size`` ranks on which so many programs send, and as many receive.
+
+    ``alone``: on a multiprocessor each, so that they may have the warps of two.
+    """
+    local, larger = num_experts // size, 2 if alone else 1
     choices = next_power_of_2(top_k)
     return Extents(
         W=size,
@@ -119,12 +131,14 @@ def extents(
         RANKS=next_power_of_2(size),
         COUNTED=max(1, PAIRS // choices),
         STEP=STEP,
-        STEPS=cdiv(cdiv(max_tokens, programs), STEP) + 1,
+        STEPS=cdiv(cdiv(max_tokens, programs), min(STEP, SUMS)) + 1,
         PROGRAMS=programs,
         SUMS=SUMS,
-        BLOCK=min(next_power_of_2(hidden), BLOCK_BYTES // dtype.itemsize),
-        ADDED=min(next_power_of_2(hidden), ADDED_BYTES // dtype.itemsize),
-        COPIED=COPIED,
+        WARPS=larger * NUM_WARPS,
+        BLOCK=min(next_power_of_2(hidden), larger * BLOCK_BYTES // dtype.itemsize),
+        ADDED=min(next_power_of_2(hidden), larger * ADDED_BYTES // dtype.itemsize),
+        AHEAD=larger,
+        COPIED=larger * COPIED,
         TALLIES=max(1, min(128, TALLIES // next_power_of_2(local))),
     )
 

@@ -20,7 +20,7 @@ many of the tokens before it among the C have the expert, too.
 import triton
 import triton.language as tl
 
-from iris.experts.routing import choices
+from iris.experts.routing import choices, of_rank
 
 
 @triton.jit
@@ -37,8 +37,9 @@ def number_choices(expert, tally, EXTENTS: tl.constexpr):
     equal = (by_token[:, :, None] == by_token[:, None, :]) & (k[:, None] > k[None, :])[None, :, :]
     again = tl.reshape(tl.max(equal.to(tl.int32), axis=2), (COUNTED * CHOICES,)) > 0
     first = tl.where(again, -1, expert)
-    before = (first[None, :] == expert[:, None]) & (token[None, :] < token[:, None])
-    number = tl.gather(tally, tl.maximum(expert, 0), axis=0) + tl.sum(before.to(tl.int32), axis=1)
+    # The later ones in columns: a thread has few of these, and each of its sums is its own.
+    before = (first[:, None] == expert[None, :]) & (token[:, None] < token[None, :])
+    number = tl.gather(tally, tl.maximum(expert, 0), axis=0) + tl.sum(before.to(tl.int32), axis=0)
     word = expert + number * EXTENTS.E
     word = tl.where(expert >= 0, tl.where(again, -2 - word, word), -1)
     return word, tally + tl.histogram(tl.maximum(first, 0), EXTENTS.EXPERTS, mask=first >= 0)
@@ -105,12 +106,6 @@ def add_tallies(slot, tokens, until, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def of_rank(numbers, rank, EXTENTS: tl.constexpr):
-    """The one of this rank, of ``numbers`` with one of each."""
-    return tl.sum(tl.where(tl.arange(0, EXTENTS.RANKS) == rank, numbers, 0), axis=0)
-
-
-@triton.jit
 def first_rows(total, alignment, EXTENTS: tl.constexpr):
     """Where the rows of each local expert, ``total``, begin, and end with what is left free behind them.
 
@@ -131,11 +126,9 @@ def rows_of(word, start, source, rank, EXTENTS: tl.constexpr):
 
     ``start``: ``[RANKS * LOCALS]``, the first row of each rank's tokens of this program for each local expert.
     """
-    STEP: tl.constexpr = EXTENTS.STEP
-    CHOICES: tl.constexpr = EXTENTS.CHOICES
     expert, number = expert_and_number(word, EXTENTS)
     local = expert - rank * EXTENTS.LOCAL
     here = (expert >= 0) & (local >= 0) & (local < EXTENTS.LOCAL)
     at = tl.where(here, source * EXTENTS.LOCALS + local, 0)
-    begin = tl.reshape(tl.gather(start, tl.reshape(at, (STEP * CHOICES,)), axis=0), (STEP, CHOICES))
+    begin = tl.reshape(tl.gather(start, tl.reshape(at, (word.numel,)), axis=0), word.shape)
     return tl.where(here, begin + number, -1)

@@ -12,13 +12,13 @@ import triton.language as tl
 
 from iris.ccl.checks import check_tensor
 from iris.experts import checks
-from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED
 from iris.experts.config import ExpertsConfig
 from iris.experts.kernel_arguments import Extents, FewTokens, Form
 from iris.experts.kernels import BYTES, Kernel, kernels_of
 from iris.experts.memory import Memory
 from iris.experts.received import Received
 from iris.experts.routing import RECEIVE, SEND, WHOLE
+from iris.experts.token_rows import DISPATCHED, GIVEN, UNWEIGHTED
 from iris.experts.views import Format, Views, views_of
 from iris.runtime.launch import remember
 

@@ -38,9 +38,26 @@ def chunk_of(tokens, program, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def steps_of(first, last, EXTENTS: tl.constexpr):
-    """How many steps the tokens [first, last) take."""
-    return (last - first + EXTENTS.STEP - 1) // EXTENTS.STEP
+def of_rank(numbers, rank, EXTENTS: tl.constexpr):
+    """The one of this rank, of ``numbers`` with one of each."""
+    return tl.sum(tl.where(tl.arange(0, EXTENTS.RANKS) == rank, numbers, 0), axis=0)
+
+
+@triton.jit
+def tokens_of_step(tokens, source, step, program, SIZE: tl.constexpr, EXTENTS: tl.constexpr):
+    """Those of rank ``source`` that a program serves in a step of so many of them, [first, last).
+
+    ``tokens``: of each rank.
+    """
+    first, last = chunk_of(of_rank(tokens, source, EXTENTS), program, EXTENTS)
+    first += step * SIZE
+    return first, tl.minimum(first + SIZE, last)
+
+
+@triton.jit
+def steps_of(first, last, STEP: tl.constexpr):
+    """How many steps of so many tokens the tokens [first, last) take."""
+    return (last - first + STEP - 1) // STEP
 
 
 @triton.jit

@@ -11,7 +11,7 @@ way at once.
 import triton
 import triton.language as tl
 
-from iris.experts.routing import choices, has_bit
+from iris.experts.routing import has_bit
 
 # So that a row of zeros has a factor that divides.
 SMALLEST = tl.constexpr(1e-12)
@@ -57,74 +57,70 @@ def load_columns(rows, there, columns, WIDTH: tl.constexpr, other: tl.constexpr 
 
 
 @triton.jit
-def send_narrow(ctx, slot, x, scales, token, bits, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Divide rows, and send them and their factors to the ranks of their ``bits``, this one too."""
-    element: tl.constexpr = slot.rows.dtype.element_ty
+def send_given_factors(ctx, scales, token, bits, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """Send the factors that rows came with to the other ranks of their ``bits``."""
+    rank, i = ctx.cur_rank, tl.arange(0, FORM.LANES)
+    own = tl.cast(token, tl.int64) * FORM.SCALES
+    there = tl.cast(rank, tl.int64) * (EXTENTS.M * FORM.SCALES) + own
+    factors = load_columns(scales.given + own, bits != 0, i, FORM.SCALES)
+    for distance in range(1, EXTENTS.W):
+        peer = (rank + distance) % EXTENTS.W
+        mask = has_bit(bits, peer)[:, None] & (i < FORM.SCALES)[None, :]
+        ctx.store(scales.sent + there[:, None] + i[None, :], factors, peer, mask=mask)
+
+
+@triton.jit
+def send_rows(
+    ctx, slot, x, scales, found, token, bits, next_token, next_bits, FORM: tl.constexpr, EXTENTS: tl.constexpr
+):
+    """Send rows of this rank's tokens, and their factors, to the ranks of their ``bits``.
+
+    Rows that are divided on the way go to this rank too. ``found``: their first columns. Returns those of the next
+    ones, which are under way then.
+    """
     GROUP: tl.constexpr = FORM.GROUP
     BLOCK: tl.constexpr = EXTENTS.BLOCK
+    DIVIDED: tl.constexpr = FORM.QUANTIZE != NOT
     BLOCKED: tl.constexpr = FORM.QUANTIZE == BY_BLOCK
-    rank, column, group = ctx.cur_rank, tl.arange(0, BLOCK), tl.arange(0, BLOCK // GROUP)
-    rows = x + tl.cast(token, tl.int64) * EXTENTS.H
+    element: tl.constexpr = slot.rows.dtype.element_ty
+    rank, column = ctx.cur_rank, tl.arange(0, BLOCK)
     there = tl.cast(rank, tl.int64) * EXTENTS.M + token
-    goes = bits != 0
-    if not BLOCKED:
-        factor = row_factors(rows, goes, FORM, EXTENTS)
+    if DIVIDED and not BLOCKED:
+        factor = row_factors(x + tl.cast(token, tl.int64) * EXTENTS.H, bits != 0, FORM, EXTENTS)
     for begin in range(0, EXTENTS.H, BLOCK):
-        columns, first = begin + column, begin // GROUP + group
-        inside, counted = (columns < EXTENTS.H)[None, :], (first < FORM.SCALES)[None, :]
-        data = load_columns(rows, goes, columns, EXTENTS.H, other=0).to(tl.float32)
+        # The next columns are under way while these are sent: behind the last ones the next tokens' first ones.
+        ends = begin + BLOCK >= EXTENTS.H
+        later = load_columns(
+            x + tl.cast(tl.where(ends, next_token, token), tl.int64) * EXTENTS.H,
+            tl.where(ends, next_bits, bits) != 0,
+            tl.where(ends, 0, begin + BLOCK) + column,
+            EXTENTS.H,
+            other=0,
+        )
+        columns = begin + column
         if BLOCKED:
-            narrow, factors = divide_blocks(data, element, FORM)
+            data, factors = divide_blocks(found.to(tl.float32), element, FORM)
+        elif DIVIDED:
+            data = (found.to(tl.float32) / factor[:, None]).to(element)
         else:
-            narrow = (data / factor[:, None]).to(element)
-            factors = factor[:, None] + 0.0 * group[None, :]
-        for distance in range(0, EXTENTS.W):
+            data = found
+        target = slot.rows + (there * EXTENTS.H)[:, None] + columns[None, :]
+        for distance in range(0 if DIVIDED else 1, EXTENTS.W):
             peer = (rank + distance) % EXTENTS.W
             sent = has_bit(bits, peer)[:, None]
-            target = slot.rows + (there * EXTENTS.H)[:, None] + columns[None, :]
-            ctx.store(target, narrow, peer, mask=sent & inside)
-            target = scales.sent + (there * FORM.SCALES)[:, None] + first[None, :]
-            ctx.store(target, factors, peer, mask=sent & counted)
-
-
-@triton.jit
-def send_as_they_are(ctx, slot, x, scales, token, bits, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Send rows, and their factors if they have any, to the other ranks of their ``bits``."""
-    SCALES: tl.constexpr = FORM.SCALES
-    rank, column = ctx.cur_rank, tl.arange(0, EXTENTS.BLOCK)
-    own = tl.cast(token, tl.int64)
-    there = tl.cast(rank, tl.int64) * EXTENTS.M + token
-    goes = (bits & ((1 << rank) ^ -1)) != 0
-    rows = x + own * EXTENTS.H
-    later = load_columns(rows, goes, column, EXTENTS.H)
-    for begin in range(0, EXTENTS.H, EXTENTS.BLOCK):
-        columns = begin + column
-        inside = (columns < EXTENTS.H)[None, :]
-        data = later
-        # The next columns are under way while these are sent.
-        later = load_columns(rows, goes, columns + EXTENTS.BLOCK, EXTENTS.H)
-        for distance in range(1, EXTENTS.W):
+            ctx.store(target, data, peer, mask=sent & (columns < EXTENTS.H)[None, :])
+            if BLOCKED:
+                group = begin // GROUP + tl.arange(0, BLOCK // GROUP)
+                to = scales.sent + (there * FORM.SCALES)[:, None] + group[None, :]
+                ctx.store(to, factors, peer, mask=sent & (group < FORM.SCALES)[None, :])
+        found = later
+    if DIVIDED and not BLOCKED:
+        for distance in range(0, EXTENTS.W):
             peer = (rank + distance) % EXTENTS.W
-            target = slot.rows + (there * EXTENTS.H)[:, None] + columns[None, :]
-            ctx.store(target, data, peer, mask=has_bit(bits, peer)[:, None] & inside)
-    if SCALES > 0:
-        i = tl.arange(0, FORM.LANES)
-        inside = (i < FORM.SCALES)[None, :]
-        factors = tl.load(scales.given + (own * FORM.SCALES)[:, None] + i[None, :], mask=goes[:, None] & inside)
-        for distance in range(1, EXTENTS.W):
-            peer = (rank + distance) % EXTENTS.W
-            target = scales.sent + (there * FORM.SCALES)[:, None] + i[None, :]
-            ctx.store(target, factors, peer, mask=has_bit(bits, peer)[:, None] & inside)
-
-
-@triton.jit
-def send_rows(ctx, slot, x, scales, token, bits, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Send the rows of this rank's tokens, with ``bits`` for the ranks of their experts."""
-    QUANTIZE: tl.constexpr = FORM.QUANTIZE
-    if QUANTIZE == NOT:
-        send_as_they_are(ctx, slot, x, scales, token=token, bits=bits, FORM=FORM, EXTENTS=EXTENTS)
-    else:
-        send_narrow(ctx, slot, x, scales, token=token, bits=bits, FORM=FORM, EXTENTS=EXTENTS)
+            ctx.store(scales.sent + there, factor, peer, mask=has_bit(bits, peer))
+    if FORM.SCALES > 0 and not DIVIDED:
+        send_given_factors(ctx, scales, token=token, bits=bits, FORM=FORM, EXTENTS=EXTENTS)
+    return found
 
 
 @triton.jit
@@ -141,37 +137,39 @@ def load_own_or_sent(own, sent, is_own, there, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def copy_to_experts(to, rows, own, sent, is_own, WIDTH: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr):
-    """Copy tokens' rows of ``WIDTH`` to ``rows`` of ``to``, a tuple with a block for each choice; -1 for none."""
-    there = rows[0] >= 0
-    for choice in tl.static_range(1, K):
-        there = there | (rows[choice] >= 0)
-    for begin in range(0, WIDTH, BLOCK):
-        columns = begin + tl.arange(0, BLOCK)
-        data = load_own_or_sent(own, sent, is_own, there, columns=columns, WIDTH=WIDTH)
-        for choice in tl.static_range(K):
-            target = to + (tl.cast(rows[choice], tl.int64) * WIDTH)[:, None] + columns[None, :]
-            tl.store(target, data, mask=(rows[choice] >= 0)[:, None] & (columns < WIDTH)[None, :])
+def store_to_experts(to, rows, data, columns, WIDTH: tl.constexpr, K: tl.constexpr):
+    """Columns of tokens' rows of ``WIDTH`` to ``rows`` of ``to``, a tuple with a block for each choice; -1 for none."""
+    for choice in tl.static_range(K):
+        target = to + (tl.cast(rows[choice], tl.int64) * WIDTH)[:, None] + columns[None, :]
+        tl.store(target, data, mask=(rows[choice] >= 0)[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
-def copy_rows(slot, x, scales, layout, token, source, rank, copied, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Copy rows of rank ``source``, and their factors, to the rows ``copied``, one for each choice; -1 for none."""
+def copy_rows(slot, x, scales, layout, token, source, rank, rows, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """Copy rows of rank ``source``, and their factors, to ``rows`` here, a tuple with those of each choice.
+
+    -1 for none. An expert that was chosen twice has one row, which is copied twice.
+    """
     K: tl.constexpr = EXTENTS.K
     H: tl.constexpr = EXTENTS.H
     SCALES: tl.constexpr = FORM.SCALES
-    LANES: tl.constexpr = FORM.LANES
     STAY: tl.constexpr = FORM.QUANTIZE == NOT
     BLOCK: tl.constexpr = copied_columns(slot.rows.dtype.element_ty, EXTENTS)
-    k = choices(EXTENTS)
-    there, own = tl.cast(source, tl.int64) * EXTENTS.M + token, tl.cast(token, tl.int64)
-    rows = ()
-    for choice in tl.static_range(K):
-        rows += (tl.max(tl.where((k == choice)[None, :], copied, -1), axis=1),)
+    is_own = source == rank
+    row, own = tl.cast(source, tl.int64) * EXTENTS.M + token, tl.cast(token, tl.int64)
+    there = rows[0] >= 0
+    for choice in tl.static_range(1, K):
+        there = there | (rows[choice] >= 0)
+    if SCALES > 0:
+        # Under way while rows are copied.
+        group = tl.arange(0, FORM.LANES)
+        given = scales.given + own * SCALES if STAY else None
+        factors = load_own_or_sent(given, scales.sent + row * SCALES, is_own, there, columns=group, WIDTH=SCALES)
     # Own rows have not gone anywhere, unless they were divided.
     own_row = x + own * H if STAY else None
-    copy_to_experts(layout.rows, rows, own_row, slot.rows + there * H, is_own=source == rank, WIDTH=H, BLOCK=BLOCK, K=K)
+    for begin in range(0, H, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        data = load_own_or_sent(own_row, slot.rows + row * H, is_own, there, columns=columns, WIDTH=H)
+        store_to_experts(layout.rows, rows, data, columns=columns, WIDTH=H, K=K)
     if SCALES > 0:
-        given = scales.given + own * SCALES if STAY else None
-        sent = scales.sent + there * SCALES
-        copy_to_experts(scales.placed, rows, given, sent, is_own=source == rank, WIDTH=SCALES, BLOCK=LANES, K=K)
+        store_to_experts(scales.placed, rows, factors, columns=group, WIDTH=SCALES, K=K)

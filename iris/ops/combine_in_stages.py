@@ -38,12 +38,12 @@ import triton.language as tl
 
 from iris import simulator
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
-from iris.experts.combine import DISPATCHED, UNWEIGHTED, add_up, load_rows, places_of
 from iris.experts.expert_parallel import ExpertParallel
 from iris.experts.memory import STAGED_TOKENS
 from iris.experts.numbering import load_sent_choices
 from iris.experts.received import Received
 from iris.experts.routing import choices, has_bit, owner_bits, wait_others
+from iris.experts.token_rows import DISPATCHED, UNWEIGHTED, places_of, sum_of_rows
 from iris.heap import describe_address
 from iris.heap.history import debugging
 from iris.language.barrier import lanes
@@ -110,16 +110,13 @@ def send(
     while tl.max(left.to(tl.int32), axis=0) > 0:
         chosen = tl.min(tl.where(left, token, first + TOKENS), axis=0)
         left = left & (token != chosen)
-        # A block of this one token.
-        one = chosen + tl.arange(0, 1)
-        rows, weights = places_of(slot, layout.places, region + one, one >= 0, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-        target = slot.partials + ((tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M + one) * EXTENTS.H)[:, None]
+        rows, weights = places_of(slot, layout.places, region + chosen, True, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        target = slot.partials + (tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M + chosen) * EXTENTS.H
         for start in range(0, EXTENTS.H, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            found = load_rows(y, rows, columns, EXTENTS)
-            total = add_up(found, rows, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+            total = sum_of_rows(y, rows, weights, columns, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
             rounded = total.to(slot.partials.dtype.element_ty)
-            ctx.store(target + columns[None, :], rounded, source, mask=(columns < EXTENTS.H)[None, :])
+            ctx.store(target + columns, rounded, source, mask=columns < EXTENTS.H)
 
 
 @triton.jit
@@ -146,22 +143,23 @@ def finish(
     while tl.max(left.to(tl.int32), axis=0) > 0:
         chosen = tl.min(tl.where(left, token, first + TOKENS), axis=0)
         left = left & (token != chosen)
+        rows, weights = places_of(slot, layout.places, region + chosen, True, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        # Of a block of this one token.
         one = chosen + tl.arange(0, 1)
-        rows, weights = places_of(slot, layout.places, region + one, one >= 0, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-        bits = owner_bits(load_sent_choices(slot, region + one, one >= 0, EXTENTS), EXTENTS)
+        bits = tl.max(owner_bits(load_sent_choices(slot, region + one, one >= 0, EXTENTS), EXTENTS), axis=0)
         for start in range(0, EXTENTS.H, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            inside = (columns < EXTENTS.H)[None, :]
-            own_sum = add_up(load_rows(y, rows, columns, EXTENTS), rows, weights, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+            inside = columns < EXTENTS.H
+            own_sum = sum_of_rows(y, rows, weights, columns, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
             total = tl.zeros_like(own_sum)
             for expert_rank in range(EXTENTS.W):
                 if expert_rank == rank:
                     total += own_sum
                 else:
-                    at = ((tl.cast(expert_rank, tl.int64) * EXTENTS.M + one) * EXTENTS.H)[:, None] + columns[None, :]
-                    sent = has_bit(bits, expert_rank)[:, None] & inside
+                    at = (tl.cast(expert_rank, tl.int64) * EXTENTS.M + chosen) * EXTENTS.H + columns
+                    sent = has_bit(bits, expert_rank) & inside
                     total += tl.load(slot.partials + at, mask=sent, other=0).to(tl.float32)
-            target = out + (tl.cast(one, tl.int64) * EXTENTS.H)[:, None] + columns[None, :]
+            target = out + tl.cast(chosen, tl.int64) * EXTENTS.H + columns
             tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 

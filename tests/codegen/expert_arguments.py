@@ -3,7 +3,7 @@
 import torch
 
 from codegen.collective_arguments import BF16, FLOAT32, INT16, INT32, INT64
-from iris.experts.combine import GIVEN, combine
+from iris.experts.combine import combine
 from iris.experts.dispatch import dispatch
 from iris.experts.kernel_arguments import Bias, Form, Layout, LowLatencySlot, Scales, Slot
 from iris.experts.low_latency.combine import combine as combine_few
@@ -14,6 +14,7 @@ from iris.experts.padding import zero_padding
 from iris.experts.routing import WHOLE
 from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
 from iris.experts.statistics import Statistics
+from iris.experts.token_rows import GIVEN
 
 EXPERT_KERNELS = (dispatch, combine, dispatch_few, combine_few, zero_padding)
 # Of four ranks, as DeepSeek-V3 has them, in bf16.

@@ -3,14 +3,17 @@
 import re
 
 import pytest
+import torch
 
 from codegen import test_every_kernel as every
 from codegen.collective_arguments import INT32
 from codegen.expert_arguments import COUNTED, TWO_BIASES, forms
 from codegen.offline import TARGETS, by_turns, compile_for, one_of_each
-from iris.experts.combine import DISPATCHED, GIVEN, UNWEIGHTED, combine
+from iris.experts.combine import combine
 from iris.experts.dispatch import dispatch
+from iris.experts.memory import extents
 from iris.experts.routing import RECEIVE, SEND
+from iris.experts.token_rows import DISPATCHED, GIVEN, UNWEIGHTED
 
 FORMS = ("as it is", *forms("sm_90"))
 PHASES = {"sends": SEND.value, "receives": RECEIVE.value}
@@ -68,10 +71,23 @@ def test_rows_are_added_up_by_16_bytes(target, name):
     assert wide(code, "store", target)
 
 
-@pytest.mark.parametrize("name", by_turns(["combine", "dispatch", "combine with biases"]))
-def test_programs_leave_room_for_others(name):
-    """One that sends and one that receives are on each multiprocessor."""
-    kernel = dispatch if name == "dispatch" else combine
-    arguments = biased() if name == "combine with biases" else every.arguments_of(kernel)
-    of_both_kinds = 2 * 4 * every.registers_of_a_warp(kernel, arguments, 4, maxnreg=192)
-    assert of_both_kinds <= every.MOST_REGISTERS
+def alone(kernel):
+    """On two ranks, of programs that have a multiprocessor each."""
+    sizes = {"num_experts": 256, "top_k": 8, "max_tokens": 4096, "hidden": 7168, "dtype": torch.bfloat16}
+    return every.arguments_of(kernel, EXTENTS=extents(2, **sizes, programs=8, alone=True))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arguments", "warps"),
+    by_turns(
+        [
+            (combine, biased(), 4),
+            (dispatch, of_form("by block", "sm_90"), 4),
+            (combine, alone(combine), 8),
+            (dispatch, alone(dispatch), 8),
+        ]
+    ),
+)
+def test_programs_leave_room_for_others(kernel, arguments, warps):
+    """One that sends and one that receives are on each multiprocessor, or one with as many warps as both."""
+    assert 8 * every.registers_of_a_warp(kernel, arguments, warps, maxnreg=192) <= every.MOST_REGISTERS

@@ -9,7 +9,7 @@ from covering import EVERYTHING
 
 from codegen.expert_arguments import EXPERTS
 from codegen.offline import SAMPLED, TARGETS, assembly_for, by_turns, compile_for, one_of_each
-from iris.experts.combine import DISPATCHED, UNWEIGHTED
+from iris.experts.token_rows import DISPATCHED, UNWEIGHTED
 from iris.ops.combine_in_stages import NUM_WARPS as STAGED_WARPS
 from iris.ops.combine_in_stages import REGISTERS, combine_in_stages
 from iris.ops.grouped import activation_gradient as gradient

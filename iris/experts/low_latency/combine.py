@@ -22,11 +22,12 @@ Who writes which word, and why it may be written again: `iris.experts.low_latenc
 import triton
 import triton.language as tl
 
-from iris.experts.combine import GIVEN, UNWEIGHTED, add_bias, load_bias
+from iris.experts.combine import add_bias, load_bias
 from iris.experts.low_latency.messages import clear, parts_of, pitch_of, receive, room_of, send
 from iris.experts.low_latency.placing import EXPERT, load_places, slice_of
 from iris.experts.routing import RECEIVE, SEND, any_is, choices, owners
 from iris.experts.statistics import begin_wait, end_combine_wait
+from iris.experts.token_rows import GIVEN, UNWEIGHTED
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
