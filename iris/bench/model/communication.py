@@ -49,9 +49,6 @@ class Communication(Protocol):
     def prepare(self, dimensions: Dimensions, tokens: int, dtype: torch.dtype) -> None:
         """Set memory aside for mixtures of so many tokens a rank, in the place of what was. Collective."""
 
-    def close(self) -> None:
-        """Give back what was made for this. Collective, behind a barrier; no graph with it is replayed any more."""
-
 
 class Unfused:
     """Products and norms by torch, beside collectives that a subclass has: what ranks have that fuse nothing.
@@ -97,9 +94,6 @@ class Unfused:
     def prepare(self, dimensions: Dimensions, tokens: int, dtype: torch.dtype) -> None:
         pass
 
-    def close(self) -> None:
-        pass
-
 
 class _Gathered(torch.autograd.Function):
     """The rows of all ranks, whose gradients are sums over the ranks."""
@@ -134,6 +128,7 @@ class ByTorch(Unfused):
         self.group, self.num_ranks = group, group.size()
 
     def close(self) -> None:
+        """Give back a group that was made for this. Collective, behind a barrier."""
         if self.group is not dist.group.WORLD:
             dist.destroy_process_group(self.group)
 
@@ -203,7 +198,9 @@ class Fused:
         return functional.experts_mlp(rows, ids, gates, experts.experts_up, experts.experts_down, self._named)
 
     def prepare(self, dimensions: Dimensions, tokens: int, dtype: torch.dtype) -> None:
-        self.close()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         if not dimensions.experts:
             return
         self._memory = self.ctx.experts(
@@ -217,11 +214,6 @@ class Fused:
         self._named = experts_functional.name_of(self._memory)
         of_ranks = torch.arange(tokens, device=self.ctx.device) % self.ctx.num_ranks
         self._of_others = (of_ranks != self.ctx.cur_rank)[:, None]
-
-    def close(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
 
 
 class FusedOperators(Fused):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.model.cases import Case, Compared, Inputs, compare, inputs, logits, of_one_process
-from iris.bench.model.communication import Communication
+from iris.bench.model.communication import ByTorch, Communication
 from iris.bench.model.decoder import Compiler, Decoder, Ends
 from iris.bench.model.dimensions import Dimensions, Share
 from iris.bench.model.training import Trainer, compare_gradients
@@ -168,7 +168,8 @@ def measure(
                 yield Row(model, dimensions.layers, *case, name, way, spent, speed, *errors, reason)
     finally:
         for communication in by.values():
-            communication.close()
+            if isinstance(communication, ByTorch):
+                communication.close()
 
 
 def _largest(ctx: Iris, errors: Errors) -> Errors:
