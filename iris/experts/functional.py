@@ -154,7 +154,7 @@ def _dispatch_back(ctx: Any, of_rows: Tensor, *others: Any) -> tuple:
 def first_choices(topk_ids: Tensor) -> Tensor:
     """float32 weights by which each row of a token counts once: it has one of an expert, however often it chose it."""
     same = topk_ids[:, :, None] == topk_ids[:, None, :]
-    return torch.where(torch.tril(same, diagonal=-1).any(dim=-1), 0.0, 1.0)
+    return (~torch.tril(same, diagonal=-1).any(dim=-1)).float()
 
 
 def _keep_rows(ctx: Any, inputs: tuple, output: Tensor) -> None:

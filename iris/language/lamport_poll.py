@@ -27,8 +27,11 @@ def polls_by_warp(element):
 
 @triton.constexpr_function
 def vectors_at_once(NUMBER, THREADS, PARTS):
-    """How many vectors of each part a thread awaits in one loop: all that it has, or as many as its registers hold."""
-    return max(1, min(NUMBER // THREADS, VECTORS // PARTS))
+    """How many vectors of each part a thread awaits in one loop: all that it has, or as many as its registers hold.
+
+    A power of two, which divides what it has.
+    """
+    return max(1, min(NUMBER // THREADS, VECTORS >> (PARTS - 1).bit_length()))
 
 
 @triton.constexpr_function

@@ -92,7 +92,10 @@ def by_triton(itemsize: int, on_gpu: bool) -> FusedConfig:
 
 def allows_tf32() -> bool:
     """Whether torch's products of float32 may be rounded to TF32."""
-    return torch.backends.cuda.matmul.allow_tf32
+    matmul = torch.backends.cuda.matmul
+    # From torch 2.9 on. ``allow_tf32`` raises there once a program has set this one, which follows the other.
+    precision = getattr(matmul, "fp32_precision", None)
+    return matmul.allow_tf32 if precision is None else precision == "tf32"
 
 
 def plan(call: Call, size: int, programs: int, config: FusedConfig, gpu: Figures) -> Plan:

@@ -74,6 +74,7 @@ def experts_mlp(
 
 
 @operator("experts_mlp_backward")
+@torch.no_grad()
 def _backward(
     of_out: Tensor,
     x: Tensor,
@@ -82,7 +83,6 @@ def _backward(
     w_up: Tensor,
     w_down: Tensor,
     experts: str,
-    activation: str | None,
     trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, ``topk_weights``, ``w_up`` and ``w_down``, but empty where there are no weights, or where
@@ -140,7 +140,6 @@ def _like_backward(
     w_up: Any,
     w_down: Any,
     experts: Any,
-    activation: Any,
     trains: Any,
 ) -> Any:
     weights = x.new_empty(0 if topk_weights is None else topk_weights.shape, dtype=torch.float32)
@@ -152,7 +151,7 @@ UP, DOWN = 3, 4
 
 
 def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, topk_ids, topk_weights, w_up, w_down, ctx.experts, ctx.activation, *_ = inputs
+    x, topk_ids, topk_weights, w_up, w_down, ctx.experts, *_ = inputs
     if w_up.dtype in NARROW:
         raise InvalidExpertsError(
             f"experts_mlp() with weights of {w_up.dtype} has no gradient. Call it under torch.no_grad(), or give it "
@@ -173,7 +172,6 @@ def _back(ctx: Any, of_out: Tensor) -> tuple:
         w_up,
         w_down,
         ctx.experts,
-        ctx.activation,
         trains,
     )
     of_matrices = (of_up, of_down) if trains else (None, None)

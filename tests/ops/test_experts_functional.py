@@ -105,6 +105,10 @@ def frozen(ctx):
     )
     close(x.grad, every[ctx.cur_rank][1], 2 * ERRORS[F32])
     assert factors.grad is None and all(each.grad is None for each in matrices.values())
+    # Also where a graph of the gradient is asked for.
+    out = functional.experts_mlp(x, ids, factors, **matrices, experts=name_of(ep))
+    (again,) = torch.autograd.grad(out, x, of_loss(layer, 0, ctx.cur_rank), create_graph=True)
+    assert torch.equal(again, x.grad)
     narrow = Weights(Layer(ctx.num_ranks, BF16, ctx.device, hidden=256), 128, scales="blocks").of(ep)
     with pytest.raises(InvalidExpertsError, match=r"weights of torch.float8\w+ has no gradient"):
         wide = experts(ctx, Layer(ctx.num_ranks, BF16, ctx.device, hidden=256), CONFIG)

@@ -11,6 +11,7 @@ from iris.compat.cuda import current_raw_stream
 from iris.errors import InvalidConfigError, InvalidDtypeError, WrongDeviceError
 from iris.operators.graph_break import breaks_graph
 from iris.operators.version_counter import bump_version
+from iris.ops.choose import allows_tf32
 from iris.ops.config import FusedConfig
 from iris.ops.grouped import on_hopper
 from iris.ops.grouped.call import NAME, GroupedCall
@@ -150,7 +151,7 @@ def programs(config: FusedConfig) -> int:
 
 def _chosen_for(call: GroupedCall, kind: tuple) -> FusedConfig:
     """The tiles of a call for which none are given."""
-    key = (kind, call.room, len(call.mat_b), torch.backends.cuda.matmul.allow_tf32)
+    key = (kind, call.room, len(call.mat_b), allows_tf32())
     config = _chosen.get(key)
     if config is None:
         config = on_hopper.hopper_tiles(call)
@@ -172,7 +173,7 @@ def _check(call: GroupedCall, config: FusedConfig) -> None:
 def portable_tiles(call: GroupedCall) -> FusedConfig:
     """The tiles of the kernel in Triton: as many rows as a group has, for no weight is read twice then."""
     height = max(16, min(128, 1 << max(0, call.rows_per_group - 1).bit_length()))
-    return _tiles(call.mat_a.itemsize, height, bool(torch.version.hip), torch.backends.cuda.matmul.allow_tf32)
+    return _tiles(call.mat_a.itemsize, height, bool(torch.version.hip), allows_tf32())
 
 
 @functools.cache
