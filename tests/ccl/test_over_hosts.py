@@ -134,7 +134,10 @@ def repeat(ctx, hosts):
         ctx.ccl.barrier()
 
 
-@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True), Hosts(2, 3), Hosts(4, 1))
+LATE_ON = (Hosts(2, 2, dealt=True), Hosts(2, 3)) + ((Hosts(2, 2), Hosts(4, 1)) if EVERYTHING else ())
+
+
+@pytest.mark.ranks(*LATE_ON)
 def test_late_ranks_change_no_bit(ranks):
     ranks.run(repeat, ranks.hosts)
 
