@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import thorough
-from rank_pool import FEWER_HOSTS, HOSTS, Hosts, needs_gloo
+from rank_pool import FEWER_HOSTS, Hosts, needs_gloo
 
 import iris
 from ccl.calls import LAYOUTS, PLACES, Case, sample
