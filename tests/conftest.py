@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from covering import EVERYTHING, UNDER_TORCHRUN, few_that_show_all
+from covering import SAMPLED, UNDER_TORCHRUN, few_that_show_all
 from preloaded import python
 from rank_pool import Hosts, RankPool, Torchrun, hosts_of_torchrun
 
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
     There alone run tests, and cases of tests, that are marked `thorough`. Tests of equal size come side by side, so
     that few rank processes are alive at a time.
     """
-    if not (EVERYTHING or UNDER_TORCHRUN):
+    if SAMPLED:
         cases = {}
         for item in items:
             if item.get_closest_marker("thorough") is None:

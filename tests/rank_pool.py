@@ -181,7 +181,8 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")
         # What each rank would else import for itself; the second is for torch.testing, the third for modules of tests.
         context.set_forkserver_preload(["iris", "torch.distributed.tensor", "pytest", "tests.modules_of_ranks"])
-        with modules_of_ranks.handed_over(), mock.patch.object(spawn, "get_executable", lambda: os.fsencode(python()[0])):
+        program = os.fsencode(python()[0])
+        with modules_of_ranks.handed_over(), mock.patch.object(spawn, "get_executable", lambda: program):
             forkserver.ensure_running()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.num_ranks):
