@@ -103,6 +103,16 @@ def iris_check(iris_check, monkeypatch):
     return iris_check
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _server_of_ranks(request):
+    """Before any test: one may start ranks by itself, and they would be forked from another."""
+    from iris import simulator
+
+    takes_ranks = any("ranks" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    if takes_ranks and simulator.ACTIVE and not UNDER_TORCHRUN:
+        RankPool.start_server()
+
+
 @pytest.fixture(scope="session")
 def _pools():
     pools = {}

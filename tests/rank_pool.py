@@ -177,13 +177,22 @@ class RankPool:
             process.join()
         self._processes, self._pipes = [], []
 
-    def _start(self) -> None:
+    @staticmethod
+    def start_server() -> None:
+        """Let there be the process from which ranks are forked: one in all, which has what was imported when it began.
+
+        So it has to be before a test lets `multiprocessing` start one, of which each rank would import everything.
+        """
         context = multiprocessing.get_context("forkserver")
-        # What each rank would else import for itself; the second is for torch.testing, the third for modules of tests.
+        # What each rank would else import for itself; the second is for torch.testing, the last for modules of tests.
         context.set_forkserver_preload(["iris", "torch.distributed.tensor", "pytest", "tests.modules_of_ranks"])
         program = os.fsencode(python()[0])
         with modules_of_ranks.handed_over(), mock.patch.object(spawn, "get_executable", lambda: program):
             forkserver.ensure_running()
+
+    def _start(self) -> None:
+        self.start_server()  # if it has been ended
+        context = multiprocessing.get_context("forkserver")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.num_ranks):
             pipe, child = context.Pipe()
