@@ -64,7 +64,7 @@ test-operations:
 test-over-hosts:
 	$(RUN) $(PYTEST) $(addprefix tests/,$(OVER_HOSTS) $(OF_HOSTS_HERE))
 
-test-compiled:
+test-compiled: setup-oldest
 	IRIS_SIMULATOR=0 $(RUN) $(PYTEST) tests/codegen
 	$(if $(IRIS_TEST_ALL),$(RUN) scripts/digests.py)
 
