@@ -52,7 +52,7 @@ MEASURED := perf-accesses perf-collectives perf-operations
 demo: setup          ## two ranks exchange data from inside Triton and Gluon kernels
 	$(RUN) -m iris demo
 
-test: setup setup-oldest   ## lint, and the covering sample: simulator, compile checks, oldest Triton
+test: setup          ## lint, and the covering sample: simulator, compile checks, oldest Triton
 	$(MAKE) --jobs 3 $(if $(IRIS_TEST_ALL),--keep-going,--output-sync=target) --no-print-directory lint $(PARTS)
 
 test-simulator:
@@ -64,14 +64,14 @@ test-operations:
 test-over-hosts:
 	$(RUN) $(PYTEST) $(addprefix tests/,$(OVER_HOSTS) $(OF_HOSTS_HERE))
 
-test-compiled:
+test-compiled: setup-oldest
 	IRIS_SIMULATOR=0 $(RUN) $(PYTEST) tests/codegen
 	$(if $(IRIS_TEST_ALL),$(RUN) scripts/digests.py)
 
 test-sanitized:
 	IRIS_SANITIZE=1 $(RUN) $(PYTEST) $(addprefix tests/,$(SANITIZED) $(ALSO_SANITIZED))
 
-test-oldest:
+test-oldest: setup-oldest
 	IRIS_SIMULATOR=0 $(OLDEST) $(PYTEST) tests/codegen $(OLDEST_TARGETS)
 	$(OLDEST) $(PYTEST) tests/test_acceptance.py tests/simulator $(OLDEST_PROGRAMS) $(if $(IRIS_TEST_ALL),tests/sanitizer)
 

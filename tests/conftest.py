@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from covering import EVERYTHING, UNDER_TORCHRUN, few_that_show_all
+from covering import SAMPLED, UNDER_TORCHRUN, few_that_show_all
 from preloaded import python
 from rank_pool import Hosts, RankPool, Torchrun, hosts_of_torchrun
 
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
     There alone run tests, and cases of tests, that are marked `thorough`. Tests of equal size come side by side, so
     that few rank processes are alive at a time.
     """
-    if not (EVERYTHING or UNDER_TORCHRUN):
+    if SAMPLED:
         cases = {}
         for item in items:
             if item.get_closest_marker("thorough") is None:
@@ -101,6 +101,16 @@ def iris_check(iris_check, monkeypatch):
     """The sanitizer's, with copies for the processes that it starts."""
     monkeypatch.setattr(sys, "executable", python()[0])
     return iris_check
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server_of_ranks(request):
+    """Before any test: one may start ranks by itself, and they would be forked from another."""
+    from iris import simulator
+
+    takes_ranks = any("ranks" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    if takes_ranks and simulator.ACTIVE and not UNDER_TORCHRUN:
+        RankPool.start_server()
 
 
 @pytest.fixture(scope="session")

@@ -15,20 +15,23 @@ import sys
 import tempfile
 import traceback
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, spawn
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
-# Before numpy is loaded, here and in the processes that are started: threads that share cores with those of other ranks
-# wait for each other, and a small product takes many times as long.
+# Before numpy and torch are loaded, here and in the processes that are started: threads that share cores with those of
+# other ranks wait for each other, and a small product takes many times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import modules_of_ranks
 import pytest
 import torch
 import torch.distributed as dist
 from covering import EVERYTHING
+from preloaded import python
 
 HEAP_SIZE = 1 << 26
 
@@ -98,7 +101,6 @@ class RankFailure(AssertionError):
 def _serve(pipe, rank, num_ranks, port, host):
     """One rank's process: takes (module, function, args, import path) and answers (ok, result or traceback)."""
     gc.freeze()  # a collection, of which some tests ask for many, would go through all of torch's modules each time
-    torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     if host is not None:
         os.environ["IRIS_HOST"] = host
@@ -175,12 +177,22 @@ class RankPool:
             process.join()
         self._processes, self._pipes = [], []
 
-    def _start(self) -> None:
+    @staticmethod
+    def start_server() -> None:
+        """Let there be the process from which ranks are forked: one in all, which has what was imported when it began.
+
+        So it has to be before a test lets `multiprocessing` start one, of which each rank would import everything.
+        """
         context = multiprocessing.get_context("forkserver")
-        # What each rank would else import for itself; the second is for torch.testing, the third for modules of tests.
+        # What each rank would else import for itself; the second is for torch.testing, the last for modules of tests.
         context.set_forkserver_preload(["iris", "torch.distributed.tensor", "pytest", "tests.modules_of_ranks"])
-        with modules_of_ranks.handed_over():
+        program = os.fsencode(python()[0])
+        with modules_of_ranks.handed_over(), mock.patch.object(spawn, "get_executable", lambda: program):
             forkserver.ensure_running()
+
+    def _start(self) -> None:
+        self.start_server()  # if it has been ended
+        context = multiprocessing.get_context("forkserver")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.num_ranks):
             pipe, child = context.Pipe()

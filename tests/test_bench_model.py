@@ -115,17 +115,7 @@ def test_a_wrong_result_and_a_failure_are_told(ranks):
         assert "AttributeError: " in failed.reason and failed.error is None
 
 
-@pytest.fixture
-def one_thread():
-    """Of several, the first calls wait for each other on a machine that does other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @torch.no_grad()
-@pytest.mark.usefixtures("one_thread")
 def test_a_step_continues_prompts_of_different_lengths():
     """One process: a token behind a prompt has the logits that it has as the prompt's last."""
     maker = Maker(TINY, Share(), torch.float32, torch.float32, torch.device("cpu"))

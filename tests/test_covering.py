@@ -53,8 +53,7 @@ class Item:
 
 def deselected(items, monkeypatch, everything=False):
     """What is left out of these, which are those that run then."""
-    monkeypatch.setattr(conftest, "EVERYTHING", everything)
-    monkeypatch.setattr(conftest, "UNDER_TORCHRUN", False)
+    monkeypatch.setattr(conftest, "SAMPLED", not everything)
     left = []
     hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(items))
     conftest.pytest_collection_modifyitems(SimpleNamespace(hook=hook), items)

@@ -223,10 +223,11 @@ def run_as_rank(program):
 
 
 def commands():
-    """Those that wait for twenty seconds, as another waits for one, or compile whole models are thorough."""
+    """Those that wait for twenty seconds, as another waits for one, or compile or shard whole models are thorough."""
     for page in PAGES:
         for line, block in commands_of(page):
-            takes_long = "IRIS_WAIT_TIMEOUT_S=20" in line or page.stem in ("your-model", "transformers")
+            waits, shards = "IRIS_WAIT_TIMEOUT_S=20" in line, "train_sharded.py" in line
+            takes_long = waits or shards or page.stem in ("your-model", "transformers")
             marks = [pytest.mark.thorough] * takes_long
             yield pytest.param(page, line, block, marks=marks)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
-from covering import EVERYTHING, RANKS, UNDER_TORCHRUN
+from covering import EVERYTHING, RANKS, SAMPLED
 from patterns import assert_same_bits, pattern
 
 from iris.ccl import Config, ReduceOp
@@ -330,10 +330,10 @@ def _digest(tensor):
 def sample(number, seed, *axes):
     """So many combinations, at random but always the same: each value of an axis about as often as any other.
 
-    Twenty times as many where everything is to be tested; all of them would be tens of thousands. Half as many in the
-    simulator's sample.
+    Twenty times as many where everything is to be tested; all of them would be tens of thousands. A third as many in
+    the simulator's sample.
     """
-    number = 20 * number if EVERYTHING else number if UNDER_TORCHRUN else -(-number // 2)
+    number = 20 * number if EVERYTHING else -(-number // 3) if SAMPLED else number
     columns = []
     for position, axis in enumerate(map(list, axes)):
         generator = random.Random(f"{seed} {position}")

@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import HOSTS, Hosts, needs_gloo
+from covering import thorough
+from rank_pool import FEWER_HOSTS, Hosts, needs_gloo
 
 import iris
 from ccl.calls import LAYOUTS, PLACES, Case, sample
@@ -31,6 +32,8 @@ from iris.errors import GroupAbortedError
 
 SHAPES = [(1,), (16,), (1021,), (7, 129), (40, 256)]
 DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.int32, torch.float64, torch.complex128]
+# An odd one, and more than small calls have.
+NUMBERS = [thorough(2), 3, 8]
 
 
 @contextlib.contextmanager
@@ -56,8 +59,8 @@ def move_in_chunks(ctx, cases, number, expected):
     assert transfers == expected
 
 
-@pytest.mark.ranks(*HOSTS)
-@pytest.mark.parametrize("number", [2, 3, 8])
+@pytest.mark.ranks(*FEWER_HOSTS)
+@pytest.mark.parametrize("number", NUMBERS)
 def test_what_is_gathered_is_the_same(ranks, number):
     cases = [
         Case("all_gather", shape, dtype, input_place=source, output_place=target)
@@ -69,8 +72,8 @@ def test_what_is_gathered_is_the_same(ranks, number):
     ranks.run(move_in_chunks, cases, number, expected)
 
 
-@pytest.mark.ranks(*HOSTS)
-@pytest.mark.parametrize("number", [2, 3, 8])
+@pytest.mark.ranks(*FEWER_HOSTS)
+@pytest.mark.parametrize("number", NUMBERS)
 def test_what_is_exchanged_is_the_same(ranks, number):
     cases = [
         Case("all_to_all", shape, dtype, input_place=source, output_place=target, layout=layout)
@@ -108,8 +111,8 @@ def transfers_of_roots(ctx, hosts, calls, number):
     return list(itertools.chain(*names))
 
 
-@pytest.mark.ranks(*HOSTS)
-@pytest.mark.parametrize("number", [2, 3, 8])
+@pytest.mark.ranks(*FEWER_HOSTS)
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("collective", ["broadcast", "gather", "scatter"])
 def test_what_has_a_root_is_the_same(ranks, collective, number):
     chosen = sample(10, f"{collective} {number}", SHAPES, DTYPES, PLACES, PLACES, LAYOUTS)
@@ -160,8 +163,8 @@ def reduce_in_chunks(ctx, hosts, cases, number):
     assert transfers == transfers_of_roots(ctx, hosts, calls, number)
 
 
-@pytest.mark.ranks(*HOSTS)
-@pytest.mark.parametrize("number", [2, 3, 8])
+@pytest.mark.ranks(*FEWER_HOSTS)
+@pytest.mark.parametrize("number", NUMBERS)
 def test_sums_at_a_root_have_the_same_bits(ranks, number):
     layouts = ["plain", "stepped", "in place"]
     cases = [
@@ -188,8 +191,8 @@ def transfers_of_sums(collective, shape, dtype, size, number):
     return ["all_to_all", *["all_to_all", "all_gather"] * (chunks - 1), "all_gather"]
 
 
-@pytest.mark.ranks(*HOSTS)
-@pytest.mark.parametrize("number", [2, 3, 8])
+@pytest.mark.ranks(*FEWER_HOSTS)
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("collective", ["reduce_scatter", "all_reduce"])
 def test_sums_have_the_same_bits(ranks, collective, number):
     size, layouts = ranks.num_ranks, ["plain", "stepped", "in place"]

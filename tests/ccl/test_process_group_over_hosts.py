@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import UNDER_TORCHRUN, import_path
+from covering import SAMPLED
 from preloaded import LIMIT_S, python
 from rank_pool import FEWER_HOSTS, Hosts, needs_gloo
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,9 +36,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def call_all(ctx, hosts):
-    """By all ranks; by one of each host; by those of one host."""
+    """By all ranks; by one of each host; by those of one host, which `test_process_group` tests as well."""
     by_host = [hosts.ranks_of(host) for host in range(hosts.hosts)]
-    for groups in ([range(ctx.num_ranks)], zip(*by_host, strict=True), by_host):
+    within_hosts = [] if SAMPLED else [by_host]
+    for groups in ([range(ctx.num_ranks)], zip(*by_host, strict=True), *within_hosts):
         made = [(make_group(ctx, sorted(members)), sorted(members)) for members in groups]
         group, members = next((group, members) for group, members in made if ctx.cur_rank in members)
         collectives(ctx, group, members)

@@ -148,8 +148,9 @@ _assemblers = {}
 
 def _not_assembled(target, kernel, args, options):
     # Triton's own scope: in 3.6, to delete a knob's value, as mock.patch does at its end, leaves it set.
-    with triton.knobs.cache.scope(), triton.knobs.runtime.scope():
+    with triton.knobs.cache.scope(), triton.knobs.compilation.scope(), triton.knobs.runtime.scope():
         triton.knobs.cache.dir = CACHE.name
+        triton.knobs.compilation.disable_line_info = True  # a tenth of the time, and no check looks at lines
         triton.knobs.runtime.add_stages_inspection_hook = _put_off_assembler
         return _compiled(target, kernel, args, options)
 

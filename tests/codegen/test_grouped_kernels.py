@@ -80,8 +80,16 @@ def spilled(compiled):
 PRODUCTS = {"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma|mma\.sync", "gfx": "v_mfma_f32|v_smfmac"}
 
 
-@pytest.mark.parametrize("target", SAMPLED)
-@pytest.mark.parametrize("case", by_turns(CASES), ids=lambda case: described(*case))
+def takes_long(target, case):
+    """The compiler makes fp8 that this GPU has not of other instructions, for seconds."""
+    return target == "gfx942" and case[0] == FP8 and not EVERYTHING
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [(case, target) for case in by_turns(CASES) for target in SAMPLED if not takes_long(target, case)],
+    ids=lambda value: value if isinstance(value, str) else described(*value),
+)
 def test_in_triton(target, case):
     arguments, options = in_triton(target, *case)
     compiled = compile_for(target, grouped_matmul, *arguments, **options)

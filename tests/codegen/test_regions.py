@@ -11,7 +11,7 @@ from iris.ccl.two_shot import two_shot
 
 REGIONED = {
     f"{language} {name}": kernel if language == "triton" else kernel.gluon
-    for name, kernel in {"exchange": exchange, "pull": pull, "two_shot": two_shot, "broadcast": broadcast}.items()
+    for name, kernel in {"two_shot": two_shot, "exchange": exchange, "pull": pull, "broadcast": broadcast}.items()
     for language in ("triton", "gluon")
 }
 

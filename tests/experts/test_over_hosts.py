@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from covering import thorough
+from covering import SAMPLED, thorough
 from ops import test_experts_mlp
 from rank_pool import FEWER_HOSTS, HOSTS, Hosts
 
@@ -85,7 +85,7 @@ SAMPLE = ("options together",)
 
 @pytest.mark.ranks(*FEWER_HOSTS)
 @pytest.mark.parametrize("what", [each if each in SAMPLE else thorough(each) for each in ALIKE])
-@both_forms
+@pytest.mark.parametrize("low_latency", [thorough(False), layers.FEW], ids=["many", "few"])
 def test_what_one_host_has(ranks, low_latency, what):
     worker, *given = ALIKE[what]
     ranks.run(over_hosts, ranks.hosts, worker, low_latency, *given)
@@ -103,7 +103,8 @@ def divided(ctx, hosts, low_latency, quantize):
     layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=272)
     ep = experts(ctx, layer, low_latency=low_latency)
     group = layer.hidden if quantize == "fp8_row" else 128
-    for round, routing in enumerate(ROUTINGS):
+    # The sample of `test_every_routing` has the others.
+    for round, routing in enumerate(ROUTINGS[1::2] if SAMPLED else ROUTINGS):
         x, ids, weights = layer.inputs(routing, round, ctx.cur_rank)
         x = x * torch.logspace(-6, 6, layer.hidden, device=ctx.device).to(BF16)
         received = ep.dispatch(x, ids, weights, quantize=quantize, async_op=round % 2 == 1)
@@ -128,7 +129,7 @@ def test_rows_that_are_divided_on_the_way(ranks, low_latency, quantize):
 
 
 @pytest.mark.ranks(*FEWER_HOSTS)
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("narrow", [False, thorough(True)])
 def test_a_whole_layer(ranks, narrow):
     if narrow:
         ranks.run(over_hosts, ranks.hosts, test_experts_mlp.narrow_results, "uneven", "blocks", "rounded on the way")

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from ccl.test_process_group import make_group
-from covering import EVERYTHING
+from covering import EVERYTHING, thorough
 from rank_pool import Hosts
 
 import iris
@@ -67,7 +67,7 @@ def read_before_a_call_is_over(ctx, collective, broken):
     return total
 
 
-COLLECTIVES = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast"]
+COLLECTIVES = ["all_reduce", thorough("all_gather_into_tensor"), thorough("reduce_scatter_tensor"), "broadcast"]
 
 
 @pytest.mark.ranks(Hosts(2, 2, dealt=True), *([Hosts(2, 2)] if EVERYTHING else []))
