@@ -253,7 +253,7 @@ def launch_arguments(call: Call, max_programs: int | None, steps: int) -> dict[s
     channel = comm.workspace.channel(use, call.line, layout.nbytes, layout.epochs)
     part = layout.part // dtype.itemsize
     blocks = -(-n // (part if steps == 1 else part * comm.size))
-    # No more warps than there is data for: they poll together.
+    # No more warps than there is data for: on AMD they poll together.
     warps = min(call.config.warps(part, dtype.itemsize), max(1, layout.part // WARP_BYTES))
     return dict(
         programs=fitting(comm, max(1, min(blocks, max_programs)), warps),
