@@ -37,9 +37,9 @@ ROOM_LEFT = 4
 REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
 # Bytes that a thread of a program in a cluster holds at most: in one shot of the pieces of all ranks; and of one piece
 # and what is computed from it, which is four times as much. Such a program has no more warps than that asks for, since
-# on AMD they have to agree in every round of polling; and two at most: programs of a cluster begin together or not at all, and
-# of two warps each takes an eighth of a multiprocessor's registers at most, a warp a quarter of a partition's, which
-# collectives leave in each of the four (`iris.ccl.kernel_launch.MOST_REGISTERS`).
+# on AMD they have to agree in every round of polling; and two at most: programs of a cluster begin together or not at
+# all, and of two warps each takes an eighth of a multiprocessor's registers at most, a warp a quarter of a partition's,
+# which collectives leave in each of the four (`iris.ccl.kernel_launch.MOST_REGISTERS`).
 CLUSTER_BYTES, CLUSTER_WARPS = 256, 2
 
 # The variants of all_reduce that have a kernel of their own here, and the steps of each.
