@@ -69,10 +69,10 @@ def test_what_can_be_done_while_data_are_on_their_way_is():
 
 
 # Of each rank a thread has four vectors of 16 bytes, or with three ranks eight, of which four are awaited at once.
-@pytest.mark.parametrize(("ranks", "piece", "loops"), [(2, 1024, 1), (3, 2048, 2)])
-def test_a_warp_awaits_vectors_in_one_loop_and_leaves_it_as_a_whole(ranks, piece, loops):
+@pytest.mark.parametrize(("size", "piece", "loops"), [(2, 1024, 1), (3, 2048, 2)])
+def test_a_warp_awaits_vectors_in_one_loop_and_leaves_it_as_a_whole(size, piece, loops):
     """Each loop takes a trip to the L2 cache, and loops come one after the other."""
     division = CLUSTER | {"PIECE": piece, "PART": piece, "BLOCK": piece}
-    given = arguments_of(one_shot_rms_norm, PIECES=8, W=ranks, **division)
+    given = arguments_of(one_shot_rms_norm, PIECES=8, W=size, **division)
     text = compile_for("sm_90", one_shot_rms_norm, *given, num_warps=1).text
     assert text.count("bra POLL") == text.count("vote.sync.any.pred again") == loops
