@@ -234,6 +234,10 @@ class Calls:
             raise HeapClosedError("This ctx.experts() was closed. Make another one.")
         return self._memory
 
+    def broken_by(self, call: str, error: BaseException) -> None:
+        """``error`` has ended a call in front of what the other ranks wait for."""
+        self.abort_flag.interrupted(call, error)
+
     def compare(self, call: str) -> None:
         """That all ranks make the same call."""
         compare_calls(self._members, f"ctx.experts: {call}")

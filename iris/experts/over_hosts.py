@@ -209,9 +209,12 @@ class CallsOverHosts(Calls):
         try:
             yield
         except BaseException as error:
-            self.abort_flag.interrupted(name, error)
-            tell_other_hosts(self._members)
+            self.broken_by(name, error)
             raise
+
+    def broken_by(self, call: str, error: BaseException) -> None:
+        super().broken_by(call, error)
+        tell_other_hosts(self._members)
 
     def _tokens_of(self, received: Received) -> int:
         """Of the rail."""

@@ -105,7 +105,7 @@ def _backward(
         of_x = calls.combine(to_x, received, exchange.first_choices(topk_ids))
     except BaseException as error:
         # The other ranks wait for this one's rows.
-        calls.abort_flag.interrupted(f"the gradient of {NAME}", error)
+        calls.broken_by(f"the gradient of {NAME}", error)
         raise
     of_weights = x.new_empty(0, dtype=torch.float32)
     if topk_weights is not None:

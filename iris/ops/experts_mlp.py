@@ -180,7 +180,7 @@ class ExpertsMlp:
                 ep.combine(down.out, received, out=call.out)
         except BaseException as error:
             # The other ranks wait for this one's rows.
-            ep._calls.abort_flag.interrupted(NAME, error)
+            ep._calls.broken_by(NAME, error)
             raise
 
     def _prepare(self, call: MlpCall, scratch: Scratch, overlap: bool) -> None:

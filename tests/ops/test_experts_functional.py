@@ -1,11 +1,16 @@
 """A layer of experts as an operator: results and all gradients are those of one process that has all experts."""
 
+import importlib
+from unittest import mock
+
 import pytest
 import torch
-from covering import EVERYTHING, thorough
+from covering import EVERYTHING, UNDER_TORCHRUN, thorough
 from experts.layers import ROUTINGS, Layer, done_with, experts
+from rank_pool import Hosts
 
-from iris.errors import InvalidExpertsError
+import iris
+from iris.errors import GroupAbortedError, InvalidExpertsError
 from iris.experts import ExpertsConfig
 from iris.experts.functional import name_of
 from iris.ops import functional
@@ -121,6 +126,49 @@ def frozen(ctx):
 @pytest.mark.ranks(2)
 def test_experts_that_do_not_train(ranks):
     ranks.run(frozen)
+
+
+def fail_between(ctx, place):
+    """A rank's memory ends between its dispatch and its combine, for which the others wait."""
+    with iris.iris(1 << 20) as own:
+        fail_in(own, place)
+    ctx.barrier()
+
+
+def fail_in(ctx, place):
+    layer = Layer(ctx.num_ranks, F32, ctx.device, hidden=48)
+    ep, weights = experts(ctx, layer, CONFIG), Weights(layer, 40)
+    x, ids, factors = layer.inputs("random", 0, ctx.cur_rank)
+    given = (x.requires_grad_(), ids, factors, *weights.of(ep).values(), name_of(ep))
+    out = functional.experts_mlp(*given)
+    fails = {"forward": "experts_mlp.multiply", "gradient": "experts_functional.differentiate_activation"}[place]
+    makes = importlib.import_module(f"iris.ops.{fails.split('.')[0]}")
+    usual = getattr(makes, fails.split(".")[1])
+
+    def fail(*arguments, only_prepare=False, **more):
+        if only_prepare:
+            return usual(*arguments, only_prepare=True, **more)
+        raise MemoryError("no memory is left")
+
+    last = ctx.num_ranks - 1
+    expected = MemoryError if ctx.cur_rank == last else GroupAbortedError
+    with mock.patch.object(makes, fails.split(".")[1], fail if ctx.cur_rank == last else usual):
+        with pytest.raises(expected) as told:
+            if place == "forward":
+                functional.experts_mlp(*given)
+            else:
+                out.backward(of_loss(layer, 0, ctx.cur_rank))
+            # What kernels do on GPUs the host learns behind them.
+            torch.cuda.synchronize() if ctx.device.type == "cuda" else None
+            functional.experts_mlp(*given)
+    assert ctx.cur_rank == last or f"rank {last}" in str(told.value)
+
+
+@pytest.mark.ranks(2, Hosts(2, 2))
+@pytest.mark.parametrize("place", ["forward", thorough("gradient")])
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="the group is of no more use behind it")
+def test_nobody_waits_for_a_rank_that_fails_between(ranks, mistaken, place):
+    ranks.run(fail_between, place)
 
 
 def schema(ctx):
