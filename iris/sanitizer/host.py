@@ -11,6 +11,7 @@ import torch
 from iris.compat.dispatch import ObservingMode, arguments_of, operation_name, results_of, to_copy
 from iris.observer import READ, UPDATE, WRITE
 from iris.operators.graph_break import breaks_graph
+from iris.operators.stand_ins import has_memory
 from iris.sanitizer import indexed
 from iris.sanitizer.meetings import MeetingRecorder, Meetings, flat
 from iris.sanitizer.threads import Threads
@@ -61,6 +62,9 @@ class HostAccesses(ObservingMode):
         if name.endswith("_like") or name.startswith("new_"):
             # Only the shape of what they are given counts.
             return self._renewed(func, func(*args, **kwargs))
+        if not all(map(has_memory, _tensors([*_given(func, args, kwargs)]))):
+            # Where torch traces, a tensor stands for another, and nothing is accessed.
+            return func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             # A new shape for what stays as it is.
             return func(*args, **kwargs)
