@@ -8,6 +8,7 @@ import linecache
 from typing import NamedTuple
 
 from iris.simulator import spinning
+from iris.simulator.parsing import parse
 
 
 def is_in_wait(file: str, line: int) -> bool:
@@ -40,7 +41,7 @@ class _Loops(NamedTuple):
 @functools.cache
 def _loops(file: str) -> _Loops:
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        tree = parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
         return _Loops(frozenset(), frozenset(), frozenset(), {})
     waits: set[int] = set()

@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import triton.language as tl
@@ -24,6 +24,7 @@ from iris.compat.semantic import builtin_for
 from iris.errors import KernelSourceMissingError
 from iris.simulator import dtypes, noted, spinning
 from iris.simulator.gluon import semantic
+from iris.simulator.parsing import parse
 from iris.simulator.shapes import unwrapped
 
 # What rewritten code calls -------------------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ class _Rewriter(ast.NodeTransformer):
             return node
         steps: list[ast.expr] = []
         for op, operand in zip(node.ops, node.comparators, strict=True):
-            step = ast.parse("lambda left, right: left < right", mode="eval").body
+            step = cast(ast.Expr, parse("lambda left, right: left < right").body[0]).value
             assert isinstance(step, ast.Lambda) and isinstance(step.body, ast.Compare)
             step.body.ops = [op]
             steps += [step, self._later(operand)]
@@ -209,7 +210,7 @@ def lines_of(function: FunctionType) -> list[str]:
 def _definition(source: str, first_line: int) -> ast.FunctionDef:
     """The syntax tree of a function's text, which begins at ``first_line`` and may be indented."""
     indented = source[:1].isspace()
-    tree = ast.parse("\n" * (first_line - 1 - indented) + "if True:\n" * indented + source)
+    tree = parse("\n" * (first_line - 1 - indented) + "if True:\n" * indented + source)
     (first, *_) = body = tree.body
     if indented:
         assert isinstance(first, ast.If)
@@ -232,7 +233,7 @@ def _rewritten_code(code: CodeType, filename: str, source: str, shadowed: frozen
     rewriter = _Rewriter(shadowed)
     function.body = [rewriter.visit(statement) for statement in function.body]
     # A function around it whose parameters have the names of the free variables makes them free variables again.
-    around = ast.parse(f"def around({', '.join((*_HELPERS, *code.co_freevars))}): pass").body[0]
+    around = parse(f"def around({', '.join((*_HELPERS, *code.co_freevars))}): pass").body[0]
     assert isinstance(around, ast.FunctionDef)
     # Under another name, so that its own, which a recursive function calls, is not one of these variables.
     function.name = "__simulated_function__"
