@@ -1,7 +1,8 @@
 """Python's parser for one thread at a time.
 
-CPython counts how deep it is in a tree for all threads together when it makes the tree's nodes, and raises SystemError
-where threads take turns there (CPython issue 106905). Programs launch kernels in several threads, and each is parsed.
+CPython counts how deep it is in a tree in memory of the interpreter, which its threads share (Python/Python-ast.c,
+``PyAST_mod2obj``). Where threads took turns there it raised SystemError, "AST constructor recursion depth mismatch".
+Programs launch kernels in several threads, and each is parsed.
 """
 
 import ast
