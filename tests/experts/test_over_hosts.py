@@ -183,7 +183,8 @@ def refused(ctx):
         ),
         "takes num_tokens of shape": lambda: dispatch(num_tokens=torch.zeros(2, dtype=torch.int32)),
     }.items():
-        with pytest.raises(InvalidExpertsError, match=words):
+        # Expert numbers are looked at on GPUs with IRIS_DEBUG=1.
+        with mock.patch("iris.experts.over_hosts.DEBUGGING", True), pytest.raises(InvalidExpertsError, match=words):
             call()
     first, second = dispatch(async_op=True), dispatch()
     with pytest.raises(TooManyInFlightError, match=r"called wait\(\) of dispatch\(\) over hosts"):

@@ -80,23 +80,31 @@ def generate(ctx, name):
     sizes = {"tp_size": ctx.num_ranks, "tp_plan": tp_plan(CONFIGS[name])}
     if name != "llama":
         sizes |= {"ep_size": ctx.num_ranks, "ep_implementation": "iris"}
+    # In bf16 the compiler rounds elsewhere, and a token of many experts may go to another one whose turn it nearly was.
+    dtype = torch.float32 if name == "qwen3_moe" else BF16
     with registered():
-        model = distributed(name, dtype=BF16, device=ctx.device, **sizes).eval()
+        model = distributed(name, dtype=dtype, device=ctx.device, **sizes).eval()
     options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static"}
-    for round in range(3):
-        ids = token_ids((2, 6), round, ctx.device)
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "output_logits": True}
-        given["return_dict_in_generate"] = True
-        eager = model.generate(**given, **options, disable_compile=True)
-        graphs = model.generate(**given, **options, compile_config=CompileConfig(mode="reduce-overhead"))
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+
+    def rounds(**how):
+        prompts = [token_ids((2, 6), round, ctx.device) for round in range(3)]
+        return [model.generate(ids, attention_mask=torch.ones_like(ids), **options, **how) for ids in prompts]
+
+    called = rounds(disable_compile=True)
+    compiled, graphs = (rounds(compile_config=CompileConfig(mode=mode)) for mode in ("default", "reduce-overhead"))
+    for eager, same, replayed in zip(called, compiled, graphs, strict=True):
+        # Graphs replay what the compiler has made.
+        assert torch.equal(same.sequences, replayed.sequences)
+        assert all(map(torch.equal, same.logits, replayed.logits))
         # Up to the first token that differs, since the compiler may round elsewhere: of two that are nearly as likely,
         # either may come.
-        same = (eager.sequences == graphs.sequences).all(dim=0)[6:]
-        steps = int(same.int().cumprod(0).sum().item())
+        alike = (eager.sequences == replayed.sequences).all(dim=0)[6:]
+        steps = int(alike.int().cumprod(0).sum().item())
         assert steps >= 4
-        for one, other in zip(eager.logits[:steps], graphs.logits[:steps], strict=True):
+        for one, other in zip(eager.logits[:steps], replayed.logits[:steps], strict=True):
             error = torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(one)
-            assert error < 0.03, error.item()
+            assert error < (0.03 if dtype is BF16 else 0.003), error.item()
     assert_recorded(ctx.device.index)
     ctx.barrier()
     torch._dynamo.reset()

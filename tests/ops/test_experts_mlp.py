@@ -132,8 +132,10 @@ def narrow_results(ctx, routing, scales, given):
             x = (x.float() / wide).to(quantized_dtype())
             exact = x.double() * wide.double()
         ctx.ops.experts_mlp(out, x, ids, factors, **weights.of(ep), x_scales=x_scales, experts=ep)
-        # Where the activation is between two numbers of fp8, it may be rounded to another one than here.
-        close(out, weights.expected(exact, ids, factors), 0.02)
+        # Where the activation is between two numbers of fp8, it may be rounded to the other one, a sixteenth away. That
+        # is much of a single result, and little of all: a wrong row or element is more.
+        expected = weights.expected(exact, ids, factors)
+        assert torch.linalg.vector_norm(out.double() - expected) <= 0.01 * torch.linalg.vector_norm(expected)
     done_with(ctx, ep)
 
 
