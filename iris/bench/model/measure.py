@@ -1,7 +1,8 @@
 """A decoder's steps, prompts and training steps, with each way of communicating, in one run on the same weights.
 
 A time is the median by turns with the other ways, of the ranks the slowest: of replays of a CUDA graph of one step, or
-of one pass over prompts; a training step is called as it is. Logits, or gradients, of each way are compared with those
+of one pass over prompts. Training steps are called as they are, several behind each other, as a program does that does
+not look at each loss; the time is that of one. Logits, or gradients, of each way are compared with those
 of one process, which computes the same in a wider dtype from the same rounded weights.
 """
 
@@ -25,8 +26,8 @@ from iris.context import Iris
 
 # Of a way, and of one process in the dtype; none where nothing is compared.
 Errors = tuple[float | None, float | None]
-# One step or pass is a graph.
-OFTEN, TRAINING = Repetitions(1, 25, 10), Repetitions(1, 9, 3)
+# One step or pass is a graph; training steps are called behind each other.
+OFTEN, TRAINING = Repetitions(1, 25, 10), Repetitions(4, 7, 2)
 # Layers of the model whose gradients are compared: one process has those of all parameters at once.
 COMPARED_LAYERS = 2
 
@@ -109,18 +110,19 @@ class Training:
         return compare_gradients(small, Decoders(small).of(way), self._given, by)
 
     def ready(self, call: Callable[[], object]) -> Any:
-        return _Called(self._ctx, call) if self._ctx.device.type == "cuda" else call
+        return _Called(self._ctx, call, self.often.per_graph) if self._ctx.device.type == "cuda" else call
 
 
 class _Called:
-    """A call that is timed as graphs are."""
+    """Calls behind each other, which are timed as a graph of them is."""
 
-    def __init__(self, ctx: Iris, call: Callable[[], object]) -> None:
-        self._ctx, self._call = ctx, call
+    def __init__(self, ctx: Iris, call: Callable[[], object], number: int) -> None:
+        self._ctx, self._call, self._number = ctx, call, number
 
     def replay(self) -> None:
         self._ctx.device_barrier()
-        self._call()
+        for _ in range(self._number):
+            self._call()
 
 
 class Decoders:
