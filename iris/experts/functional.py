@@ -25,6 +25,7 @@ from torch.library import register_autograd, register_fake
 from iris.ccl import functional as collectives
 from iris.errors import InvalidExpertsError
 from iris.experts.calls import Calls
+from iris.experts.choices import sums_of_rows
 from iris.experts.expert_parallel import ExpertParallel
 from iris.operators.graph_break import breaks_graph
 from iris.operators.registration import operator
@@ -98,12 +99,7 @@ def _dispatch(
     places, of_choices = calls.choices(received)
     weights = x.new_empty(0, dtype=torch.float32)
     if topk_weights is not None:
-        # A choice of the same expert once more is the same row.
-        same = places[..., :, None] == places[..., None, :]
-        of_choices = torch.where(same, of_choices[..., None, :], 0.0).sum(dim=-1)
-        number = rows.shape[:-1].numel()
-        at = torch.where(places >= 0, places, number).flatten().long()
-        weights = x.new_zeros(number + 1, dtype=torch.float32).scatter_(0, at, of_choices.flatten())[:number].clone()
+        weights = sums_of_rows(of_choices, places, rows.shape[:-1].numel())
     counts, offsets = received.counts.clone(), received.offsets.clone()
     received.release()
     return rows, counts, offsets, places, weights

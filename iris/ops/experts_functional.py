@@ -27,6 +27,7 @@ from torch.library import register_autograd, register_fake
 
 from iris.errors import InvalidExpertsError
 from iris.experts import functional as exchange
+from iris.experts.choices import first_choices, numbers_of_choices, sums_of_rows
 from iris.operators.registration import operator
 from iris.ops.call import NARROW
 from iris.ops.experts_mlp import LAYOUT, NAME
@@ -89,9 +90,14 @@ def _backward(
     those of the experts have none: ``trains``."""
     given = torch.ones_like(topk_ids, dtype=torch.float32) if topk_weights is None else topk_weights
     calls = exchange.calls_of(experts)
-    of_rows, _, _, places, factors = exchange._dispatch(of_out, topk_ids, given, experts, LAYOUT)
+    # Products read rows of no expert only where padding is, which has to be zeros for their sums.
+    make = x.new_empty if calls.config.alignment == 1 else x.new_zeros
+    of_rows, rows = (make(calls.rows_shape(LAYOUT)) for _ in range(2))
+    received = calls.dispatch(of_out, topk_ids, given, layout=LAYOUT, rows=of_rows)
+    places, of_choices = calls.choices(received)
+    factors = sums_of_rows(of_choices, places, len(rows))
+    received.release()
     # The combine needs this dispatch's choices, and ends it.
-    rows = x.new_zeros(calls.rows_shape(LAYOUT))
     received = calls.dispatch(x, topk_ids, None, layout=LAYOUT, rows=rows)
     try:
         groups = {"offs": received.offsets[1:], "counts": received.counts}
@@ -102,14 +108,18 @@ def _backward(
             of_up = sums_of_groups(of_hidden, rows, received.offsets)
             of_down = sums_of_groups(of_rows, value, received.offsets)
         to_x = grouped_mm(of_hidden, w_up, **groups)
-        of_x = calls.combine(to_x, received, exchange.first_choices(topk_ids))
+        of_x = calls.combine(to_x, received, first_choices(topk_ids))
     except BaseException as error:
         # The other ranks wait for this one's rows.
         calls.broken_by(f"the gradient of {NAME}", error)
         raise
     of_weights = x.new_empty(0, dtype=torch.float32)
     if topk_weights is not None:
-        of_weights = exchange.to_choices(of_factors, places, len(topk_ids), experts)
+        # Each rank's part is of that rank's tokens. An expert is on one rank, so a sum adds nothing to it but zeros.
+        here = numbers_of_choices(of_factors, places)
+        back = here.new_empty(here.shape[1:])
+        calls.context.ccl.reduce_scatter(back, here, group=calls.group)
+        of_weights = back[: len(topk_ids)]
     return of_x, of_weights, of_up, of_down
 
 

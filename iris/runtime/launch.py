@@ -8,6 +8,7 @@ import torch
 
 from iris import simulator
 from iris.compat import triton_jit
+from iris.compat.cuda import current_raw_stream
 from iris.cuda_graphs.capture import relaxed
 from iris.language.target import launches_early
 
@@ -100,4 +101,39 @@ def _address(argument: Any) -> Any:
     if isinstance(argument, tuple):
         # Triton's launchers read the fields of a tuple in their order, whatever its type.
         return tuple([_address(x) for x in argument])
+    return argument
+
+
+# What `enqueue` launches kernels with, by their kinds of calls.
+_prepared: dict[tuple, Callable[..., None]] = {}
+
+
+def enqueue(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    device: int | None,
+    *args: Any,
+    num_warps: int = 4,
+    only_prepare: bool = False,
+) -> None:
+    """Launch a kernel on the current stream of a device, prepared by the first call of its kind; or only prepare it.
+
+    A kind has one grid, one dtype of each tensor, addresses that are all multiples of 16 or not, and the same numbers:
+    so this is for kernels whose numbers change seldom. ``device``: its number, None in the simulator.
+    """
+    key = (id(kernel), grid, device, kind_of(args), num_warps)
+    run = _prepared.get(key)
+    if run is None:
+        run = prepare(kernel, grid, *args, num_warps=num_warps)
+        remember(_prepared, key, run)
+    if not only_prepare:
+        run(None if device is None else current_raw_stream(device), addresses(args))
+
+
+def kind_of(argument: Any) -> Any:
+    """What of an argument a prepared launch is for."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if isinstance(argument, tuple):
+        return tuple([kind_of(field) for field in argument])
     return argument

@@ -174,7 +174,10 @@ def _clusters() -> Iterator[Case]:
 
 
 def _experts(target: str) -> Iterator[Case]:
-    """Dispatch of fp8, or of a number on the device; combine by other weights, or biased; halves; with statistics."""
+    """Dispatch of fp8, or of a number on the device; combine by other weights, or biased; halves; with statistics.
+
+    And what compares choices.
+    """
     warps = {"num_warps": 4}
     for form in experts.FORMS:
         yield Case(f"experts dispatch {form}", experts.dispatch, experts.of_form(form, target), warps)
@@ -186,6 +189,8 @@ def _experts(target: str) -> Iterator[Case]:
         yield Case(f"experts {_named(kernel)} with statistics", kernel, experts.with_statistics(kernel), warps)
     for kernel, phase in itertools.product((experts.dispatch, experts.combine), experts.PHASES):
         yield Case(f"experts {_named(kernel)} {phase}", kernel, experts.in_halves(kernel, phase), warps)
+    for kernel, top_k in experts.CHOICES:
+        yield Case(f"experts {_named(kernel)}, top {top_k}", kernel, experts.of_choices(kernel, top_k), warps)
     for name, kernel, arguments, given in low_latency.cases(target if target in low_latency.TARGETS else "gfx950"):
         yield Case(f"experts low_latency {name}", kernel, arguments, given, low_latency.TARGETS)
 

@@ -9,6 +9,8 @@ from codegen import test_every_kernel as every
 from codegen.collective_arguments import INT32
 from codegen.expert_arguments import COUNTED, TWO_BIASES, forms
 from codegen.offline import TARGETS, by_turns, compile_for, one_of_each
+from codegen.test_grouped_kernels import spilled
+from iris.experts import choices
 from iris.experts.combine import combine
 from iris.experts.dispatch import dispatch
 from iris.experts.memory import extents
@@ -69,6 +71,29 @@ def test_rows_are_added_up_by_16_bytes(target, name):
     # A token's rows here, and what another rank has sent; and two biases.
     assert len(wide(code, "load", target)) >= 9 + 2 * (name == "biases")
     assert wide(code, "store", target)
+
+
+def of_choices(kernel, top_k):
+    numbers, ids = torch.empty(8192, top_k), torch.zeros(8192, top_k, dtype=torch.int32)
+    if kernel is choices.take_of_rows:
+        return (numbers, numbers, ids, ids.numel(), choices.CHOICES)
+    tensors = (numbers, ids, numbers) if kernel is choices.add_up_choices else (numbers, ids)
+    return (*tensors, len(ids), top_k, *choices.shape_of(top_k))
+
+
+CHOICES = [
+    (choices.add_up_choices, 8),
+    (choices.add_up_choices, 24),
+    (choices.count_once, 8),
+    (choices.take_of_rows, 8),
+]
+
+
+@pytest.mark.parametrize(("target", "case"), one_of_each(TARGETS, CHOICES))
+def test_choices_are_compared_in_registers(target, case):
+    kernel, top_k = case
+    compiled = compile_for(target, kernel, *of_choices(kernel, top_k), num_warps=4)
+    assert not target.startswith("sm") or not spilled(compiled)
 
 
 def alone(kernel):

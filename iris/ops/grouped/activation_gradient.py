@@ -18,23 +18,18 @@ import torch
 import triton
 import triton.language as tl
 
-from iris import simulator
-from iris.compat.cuda import current_raw_stream
 from iris.language.dependent_launch import gdc_wait
 from iris.ops.grouped.groups import group_of, rows_of
 from iris.ops.grouped.kernel_arguments import GroupedRows, groups_up_to
 from iris.ops.grouped.launch import multiprocessors
 from iris.ops.kernel import SIMULATED_PROGRAMS
-from iris.runtime.launch import addresses, prepare, remember
+from iris.runtime.launch import enqueue
 
 # Elements of a tile: 16 bytes of bf16 for each of 128 threads, twice. More take more registers than a thread has.
 TILE, MOST_COLUMNS = 2048, 1024
 NUM_WARPS = 4
 # Programs a multiprocessor: memory is the limit, and each program waits for its loads before it stores.
 PROGRAMS = 8
-
-# What launches kernels of one kind.
-_prepared: dict[tuple, Any] = {}
 
 
 class ActivationGradient(NamedTuple):
@@ -125,13 +120,8 @@ def differentiate_activation(
     results are like ``to_down``, ``hidden`` and ``factors``. Sums are of float32, and rounded once.
     """
     made = OfRows(hidden, to_down, factors, *(torch.empty_like(each) for each in (to_down, hidden, factors)))
-    given = arguments_of(made, offs, counts)
     device = hidden.device.index
-    key = (device, given[-2:], *((each.dtype, each.data_ptr() % 16) for each in (*made, offs, counts)))
-    run = _prepared.get(key)
-    if run is None:
-        programs = SIMULATED_PROGRAMS if simulator.ACTIVE else PROGRAMS * multiprocessors(device)
-        run = prepare(activation_gradient, (programs, 1, 1), *given, num_warps=NUM_WARPS)
-        remember(_prepared, key, run)
-    run(None if simulator.ACTIVE else current_raw_stream(device), addresses(given))
+    programs = SIMULATED_PROGRAMS if device is None else PROGRAMS * multiprocessors(device)
+    given = arguments_of(made, offs, counts)
+    enqueue(activation_gradient, (programs, 1, 1), device, *given, num_warps=NUM_WARPS)
     return made.value, made.of_hidden, made.of_factors

@@ -5,30 +5,25 @@ up to 1024 columns are found as those of grouped GEMMs are (`iris.ops.grouped.gr
 programs as the GPU has multiprocessors, several times, whatever the groups are.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from iris import simulator
-from iris.compat.cuda import current_raw_stream
 from iris.experts.rows import divide_blocks
 from iris.language.dependent_launch import gdc_wait
 from iris.ops.grouped.groups import group_of, rows_of
 from iris.ops.grouped.kernel_arguments import SCALE_BLOCK, GroupedRows, groups_up_to
 from iris.ops.grouped.launch import multiprocessors
 from iris.ops.kernel import SIMULATED_PROGRAMS
-from iris.runtime.launch import addresses, prepare, remember
+from iris.runtime.launch import enqueue
 
 # Elements of a tile: 16 bytes of bf16 for each of 256 threads, four times.
 TILE, MOST_COLUMNS, MOST_ROWS = 8192, 1024, 16
 NUM_WARPS = 8
 # Programs a multiprocessor: memory is the limit, and each program waits for its loads before it stores.
 PROGRAMS = 4
-
-# What launches kernels of one kind.
-_prepared: dict[tuple, Any] = {}
 
 
 class Quantisation(NamedTuple):
@@ -98,13 +93,7 @@ def quantise(
     ``x``, ``narrow``: ``[rows, N]``, ``scales``: float32 ``[rows, ceil(N / 128)]``, all contiguous; ``offs`` and
     ``counts`` as `iris.ops.grouped_mm` takes them. ``only_prepare``: compile and load, and do nothing.
     """
+    device = x.device.index
+    programs = SIMULATED_PROGRAMS if device is None else PROGRAMS * multiprocessors(device)
     given = arguments_of(x, narrow, scales, offs, counts)
-    tensors = x, narrow, scales, offs, counts
-    key = (x.device.index, given[-2:], *((each.dtype, each.data_ptr() % 16) for each in tensors))
-    run = _prepared.get(key)
-    if run is None:
-        programs = SIMULATED_PROGRAMS if simulator.ACTIVE else PROGRAMS * multiprocessors(x.device.index)
-        run = prepare(quantise_rows, (programs, 1, 1), *given, num_warps=NUM_WARPS)
-        remember(_prepared, key, run)
-    if not only_prepare:
-        run(None if simulator.ACTIVE else current_raw_stream(x.device.index), addresses(given))
+    enqueue(quantise_rows, (programs, 1, 1), device, *given, only_prepare=only_prepare, num_warps=NUM_WARPS)

@@ -5,25 +5,19 @@ matrices of such groups, and reads nothing: a pass over all matrices, which have
 groups are small, takes longer than the products.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from iris import simulator
-from iris.compat.cuda import current_raw_stream
 from iris.language.dependent_launch import gdc_wait
-from iris.runtime.launch import addresses, prepare, remember
+from iris.runtime.launch import enqueue
 
 # Bytes that torch's grouped GEMM wants rows to be a multiple of.
 TORCH_ROW = 16
 # Elements that a program zeroes at once, and programs a group.
 BLOCK, PROGRAMS, NUM_WARPS = 4096, 16, 4
-
-# What launches kernels of one kind.
-_prepared: dict[tuple, Any] = {}
 
 
 @triton.jit
@@ -57,11 +51,6 @@ def sums_of_groups(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 
 def _zero_empty(matrices: Tensor, offsets: Tensor) -> None:
     assert matrices.is_contiguous()
-    given = matrices, offsets, matrices[0].numel(), BLOCK
-    device, groups = matrices.device.index, len(matrices)
-    key = (device, groups, given[2:], *((each.dtype, each.data_ptr() % 16) for each in (matrices, offsets)))
-    run = _prepared.get(key)
-    if run is None:
-        run = prepare(zero_empty_groups, (groups, 1 if simulator.ACTIVE else PROGRAMS, 1), *given, num_warps=NUM_WARPS)
-        remember(_prepared, key, run)
-    run(None if simulator.ACTIVE else current_raw_stream(device), addresses(given))
+    grid = len(matrices), 1 if simulator.ACTIVE else PROGRAMS, 1
+    size = matrices[0].numel()
+    enqueue(zero_empty_groups, grid, matrices.device.index, matrices, offsets, size, BLOCK, num_warps=NUM_WARPS)
