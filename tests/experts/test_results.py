@@ -6,13 +6,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from covering import EVERYTHING
+from covering import EVERYTHING, sample
 
 from experts.layers import E_EACH, ROUTINGS, WEIGHTS, Layer, both_forms, done_with, experts
 from iris.experts import ExpertsConfig
 from iris.simulator import grid
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+LAYOUTS = ("expanded", "compact")
+TYPES = ((F32, torch.int64), (BF16, torch.int32), (F16, torch.int64))
 ROUNDS = 3
 
 
@@ -56,11 +58,22 @@ def results(ctx, low_latency, routing, weighting, layout, dtype, ids):
 @pytest.mark.ranks(*((1, 2, 3, 4) if EVERYTHING else (1, 3)))
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("weighting", WEIGHTS)
-@pytest.mark.parametrize("layout", ["expanded", "compact"])
-@pytest.mark.parametrize(("dtype", "ids"), [(F32, torch.int64), (BF16, torch.int32), (F16, torch.int64)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dtype", "ids"), TYPES)
 @both_forms
 def test_results(ranks, low_latency, routing, weighting, layout, dtype, ids):
     ranks.run(results, low_latency, routing, weighting, layout, dtype, ids)
+
+
+# Each value once with each form: all combinations take too long on so many ranks.
+@pytest.mark.thorough
+@pytest.mark.ranks(8, exactly=True)
+@pytest.mark.parametrize(
+    ("routing", "weighting", "layout", "types"), sample(ROUTINGS, WEIGHTS, LAYOUTS, TYPES, together=1)
+)
+@both_forms
+def test_eight_ranks(ranks, low_latency, routing, weighting, layout, types):
+    ranks.run(results, low_latency, routing, weighting, layout, *types)
 
 
 def many_tokens(ctx, low_latency):

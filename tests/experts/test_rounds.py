@@ -74,7 +74,7 @@ def rounds(ctx, low_latency, max_tokens, hidden):
     done_with(ctx, ep)
 
 
-@pytest.mark.ranks(*((1, 2, 3, 4) if EVERYTHING else (2, 3)))
+@pytest.mark.ranks(*((1, 2, 3, 4, 8) if EVERYTHING else (2, 3)))
 @both_forms
 @pytest.mark.parametrize(("max_tokens", "hidden"), [(7, 20), (2, 256)])
 def test_rounds(ranks, low_latency, max_tokens, hidden):
