@@ -44,7 +44,7 @@ OVER_HOSTS := test_hosts.py test_bench_over_hosts.py $(addsuffix /test_over_host
 OF_HOSTS_HERE := ccl/test_late_rails.py test_two_hosts.py test_nccl_rail.py
 
 # One after the other, as each wants the GPUs for itself; and all of them, whichever misses its floors.
-MEASURED := perf-accesses perf-collectives perf-operations
+MEASURED := perf-accesses perf-collectives perf-operations perf-experts
 
 .PHONY: demo test test-all $(PARTS) test-gpu test-hosts perf $(MEASURED) lint types fix docs docs-version package
 .PHONY: setup setup-oldest
@@ -97,6 +97,10 @@ perf-collectives:
 perf-operations:
 	$(ON_RANKS) -m iris bench ops --library iris --library vendor --floors benchmarks/floors.json \
 	  --shape 8192x8192x8192 --shape 1024x8192x28672 --shape 4096x16384x4096 --shape 8x4096x0 --shape 16x8192x0
+
+perf-experts:
+	$(ON_RANKS) -m iris bench experts --library 'iris fp8' --layout compact --tokens 8,128,1024,4096 \
+	  --floors benchmarks/floors.json
 
 lint: types          ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -46,6 +46,6 @@ def test_hosts_that_are_none_are_refused(hosts):
     assert f"HOSTS={hosts} is no number of hosts and ranks on each: 2x4" in printed("test-hosts", f"HOSTS={hosts}")
 
 
-@pytest.mark.parametrize("target", ["test-gpu", "perf-accesses", "perf-collectives", "perf-operations"])
+@pytest.mark.parametrize("target", ["test-gpu", "perf-accesses", "perf-collectives", "perf-operations", "perf-experts"])
 def test_other_targets_take_the_number_of_ranks(target):
     assert "--standalone --nproc-per-node 3 " in printed(target, "RANKS=3")

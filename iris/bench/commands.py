@@ -136,6 +136,7 @@ def ops(
     default=None,
     help="Whether rows travel as messages without flags, as few tokens do where neither is given.",
 )
+@click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and a picture.")
 @NUM_RANKS
 def experts(
@@ -147,6 +148,7 @@ def experts(
     libraries: tuple[str, ...],
     dtype: str,
     sms: tuple[int, ...],
+    floors: Path | None,
     out: Path | None,
     num_ranks: int | None,
     low_latency: bool | None,
@@ -155,12 +157,13 @@ def experts(
 
     Among ranks that it starts, or under torchrun.
 
-    Exit status 1 if a result is wrong.
+    Exit status 1 if a figure misses its floor, or a result is wrong.
     """
     requirements.check()
     from iris.bench import experts_command
 
-    experts_command.run(tokens, hidden, num_experts, top_k, layouts, libraries, dtype, sms, out, num_ranks, low_latency)
+    shape = tokens, hidden, num_experts, top_k
+    experts_command.run(*shape, layouts, libraries, dtype, sms, floors, out, num_ranks, low_latency)
 
 
 @bench.command()

@@ -12,7 +12,7 @@ from rich.table import Table
 from iris import simulator
 from iris.bench import experts as measuring
 from iris.bench import plots, ranks
-from iris.bench.report import save_rows
+from iris.bench.report import below_floor, save_rows
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
 from iris.errors import UnknownChoiceError
@@ -27,6 +27,7 @@ def run(
     libraries: tuple[str, ...],
     dtype: str,
     sms: tuple[int, ...],
+    floors: Path | None,
     out: Path | None,
     num_ranks: int | None = None,
     low_latency: bool | None = None,
@@ -47,7 +48,7 @@ def run(
     if top_k > num_experts:
         raise click.UsageError(f"--top-k {top_k} is more than there are experts, {num_experts}.")
     shapes = [measuring.Shape(each, hidden, num_experts, top_k) for each in tokens]
-    ranks.measure(num_ranks, run_on_rank, shapes, layouts, libraries, dtype, sms, out, low_latency)
+    ranks.measure(num_ranks, run_on_rank, shapes, layouts, libraries, dtype, sms, floors, out, low_latency)
 
 
 def run_on_rank(
@@ -56,10 +57,11 @@ def run_on_rank(
     libraries: tuple[str, ...],
     dtype: str,
     sms: tuple[int, ...],
+    floors: Path | None,
     out: Path | None,
     low_latency: bool | None = None,
 ) -> list[str]:
-    """Collective over the ranks; returns results that are wrong."""
+    """Collective over the ranks; returns results that are wrong, and figures that miss their floors."""
     layouts, libraries = layouts or measuring.LAYOUTS, libraries or measuring.LIBRARIES
     with iris(1 << 20) as ctx:
         ranks.check_libraries(libraries, ctx.num_hosts, ("torch",))
@@ -81,7 +83,19 @@ def run_on_rank(
                 click.echo(simulator.TIMES)
             if out is not None and find_spec("matplotlib"):
                 plots.draw_experts(out, name, rows)
-    return [f"{row.tokens} tokens, {row.layout or row.library}: {row.reason}" for row in rows if row.reason]
+        missed = [f"{row.tokens} tokens, {row.layout or row.library}: {row.reason}" for row in rows if row.reason]
+        if floors is not None:
+            missed += below_floor(floors, "experts", ctx.num_ranks, figures(rows), ctx.num_hosts)
+    return missed
+
+
+def figures(rows: list[measuring.Row]) -> dict[str, float]:
+    """Names as in ``benchmarks/floors.json``: ``pair_1024x7168_us`` of compact rows with fp8 there, in a graph."""
+    return {
+        f"pair_{row.tokens}x{row.hidden}_us": row.graph_microseconds
+        for row in rows
+        if row.library == measuring.FP8 and row.layout == "compact" and row.sms == 0 and row.graph_microseconds
+    }
 
 
 def show(rows: list[measuring.Row]) -> None:

@@ -161,7 +161,7 @@ def draw_experts(folder: Path, name: str, rows: list[experts.Row]) -> list[Path]
             axes.plot(*zip(*line, strict=True) if line else ((), ()), f"C{number}o-", markersize=3, label=label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks(tokens, tokens)
+        axes.set_xticks(tokens, tokens, fontsize=8)
         axes.set_xlabel("tokens a rank")
         axes.set_title(title)
         axes.grid(alpha=0.3)

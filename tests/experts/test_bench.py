@@ -1,6 +1,7 @@
 """The benchmark of dispatch and combine: who is measured, and that a wrong result is noticed."""
 
 import json
+import re
 import runpy
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,10 +11,11 @@ import pytest
 import torch
 from covering import EVERYTHING
 
-from iris.bench import experts, experts_command, plots
+from iris.bench import experts, experts_command, plots, report
 from iris.errors import UnknownChoiceError
 from iris.experts import ExpertParallel
 
+ROOT = Path(__file__).parents[2]
 SHAPES = [experts.Shape(1, 256, 12, 5), experts.Shape(6, 256, 12, 1)]
 
 
@@ -62,7 +64,7 @@ def test_the_busiest_rank_sends_a_row_for_each_other_rank_of_a_token(monkeypatch
 
 def test_what_cannot_be_measured_is_told():
     def run(num_experts=8, top_k=2, layouts=(), libraries=()):
-        experts_command.run((1,), 16, num_experts, top_k, layouts, libraries, "float32", (0,), None, 2)
+        experts_command.run((1,), 16, num_experts, top_k, layouts, libraries, "float32", (0,), None, None, 2)
 
     with pytest.raises(UnknownChoiceError, match="--layout"):
         run(layouts=("dense",))
@@ -76,7 +78,9 @@ def test_what_cannot_be_measured_is_told():
 
 def write(ctx, folder):
     """What rank 0 has written; under torchrun each rank has a folder of its own."""
-    assert experts_command.run_on_rank(SHAPES, (), (), "float32", (0,), folder) == []
+    (missed,) = experts_command.run_on_rank(SHAPES, (), (), "float32", (0,), folder / "floors.json", folder)
+    # In the simulator, which has no graphs, it was not measured.
+    assert missed.startswith("pair_6x256_us ") and "bound" in missed
     if ctx.cur_rank > 0:
         return None
     assert (folder / "experts_2.svg").exists() == bool(find_spec("matplotlib"))
@@ -85,8 +89,22 @@ def write(ctx, folder):
 
 @pytest.mark.ranks(2, exactly=True)
 def test_rows_are_written_with_what_they_depend_on(ranks, tmp_path):
+    floors = {report.environment()["device"]: {"experts": {"2": {"pair_6x256_us": 0}}}}
+    (tmp_path / "floors.json").write_text(json.dumps(floors))
     written, _ = ranks.run(write, tmp_path)
     assert written["num_ranks"] == 2 and [row["layout"] for row in written["rows"]] == 2 * ["", *2 * experts.LAYOUTS]
+
+
+def test_make_perf_measures_all_that_has_a_floor():
+    (tokens,) = re.findall(r"bench experts .*--tokens (\S+)", (ROOT / "Makefile").read_text())
+    rows = [
+        experts.Row(int(each), 7168, 256, 8, "bfloat16", layout, sms, library, 1.0, 1.0, 1.0)
+        for each in tokens.split(",")
+        for library, layout, sms in ((experts.FP8, "compact", 0), (experts.FP8, "compact", 16), ("iris", "compact", 0))
+    ]
+    measured = experts_command.figures(rows)
+    floors = json.loads((ROOT / "benchmarks" / "floors.json").read_text())["NVIDIA H200"]["experts"]
+    assert 3 * len(measured) == len(rows) and all(set(bounds) == set(measured) for bounds in floors.values())
 
 
 def test_pictures_are_of_several_numbers_of_tokens(tmp_path):
@@ -103,7 +121,7 @@ def test_pictures_are_of_several_numbers_of_tokens(tmp_path):
 
 def test_the_benchmark_of_the_kernel_alone(tmp_path):
     """It compares places: of more tokens of a program than it numbers at a time, and more programs than it adds up."""
-    main = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "experts_dispatch.py"))["main"]
+    main = runpy.run_path(str(ROOT / "benchmarks" / "experts_dispatch.py"))["main"]
     file = tmp_path / "figures.json"
     main.callback(1, [140], 16, 1024, 3, 4, ["routing"], file)
     (row,) = json.loads(file.read_text())["rows"]

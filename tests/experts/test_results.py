@@ -1,6 +1,7 @@
 """Dispatch and combine give what one process with all experts would, whatever the routing."""
 
 import random
+from itertools import cycle
 from unittest import mock
 
 import pytest
@@ -13,6 +14,8 @@ from iris.experts import ExpertsConfig
 from iris.simulator import grid
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+LAYOUTS = ("expanded", "compact")
+TYPES = ((F32, torch.int64), (BF16, torch.int32), (F16, torch.int64))
 ROUNDS = 3
 
 
@@ -56,11 +59,22 @@ def results(ctx, low_latency, routing, weighting, layout, dtype, ids):
 @pytest.mark.ranks(*((1, 2, 3, 4) if EVERYTHING else (1, 3)))
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("weighting", WEIGHTS)
-@pytest.mark.parametrize("layout", ["expanded", "compact"])
-@pytest.mark.parametrize(("dtype", "ids"), [(F32, torch.int64), (BF16, torch.int32), (F16, torch.int64)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dtype", "ids"), TYPES)
 @both_forms
 def test_results(ranks, low_latency, routing, weighting, layout, dtype, ids):
     ranks.run(results, low_latency, routing, weighting, layout, dtype, ids)
+
+
+# Each value, but not all combinations, which take too long on so many ranks.
+@pytest.mark.thorough
+@pytest.mark.ranks(8, exactly=True)
+@pytest.mark.parametrize(
+    ("routing", "weighting", "layout", "types"), list(zip(ROUTINGS, cycle(WEIGHTS), cycle(LAYOUTS), cycle(TYPES)))
+)
+@both_forms
+def test_eight_ranks(ranks, low_latency, routing, weighting, layout, types):
+    ranks.run(results, low_latency, routing, weighting, layout, *types)
 
 
 def many_tokens(ctx, low_latency):

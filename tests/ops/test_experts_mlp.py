@@ -1,6 +1,7 @@
 """A layer of experts in one call gives what one process with all experts would, in float64, whatever the routing."""
 
 import runpy
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -108,12 +109,20 @@ def results(ctx, routing, dtype, activation, weighted):
     done_with(ctx, ep)
 
 
+DTYPES = (F32, BF16, F16)
+ACTIVATIONS = (("silu_and_mul", True), (None, False))
+
+
 @pytest.mark.ranks(*((1, 2, 3) if EVERYTHING else (1, 3)))
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize(("activation", "weighted"), [("silu_and_mul", True), (None, False)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("activation", "weighted"), ACTIVATIONS)
 def test_results(ranks, routing, dtype, activation, weighted):
     ranks.run(results, routing, dtype, activation, weighted)
+
+
+SCALES = ("experts", "columns", "blocks")
+GIVEN = ("rounded on the way", "by blocks", "by rows")
 
 
 def narrow_results(ctx, routing, scales, given):
@@ -141,9 +150,24 @@ def narrow_results(ctx, routing, scales, given):
 
 @pytest.mark.ranks(*((1, 2, 3) if EVERYTHING else (2,)))
 @pytest.mark.parametrize("routing", [*ROUTINGS[::2], *map(thorough, ROUTINGS[1::2])])
-@pytest.mark.parametrize("scales", ["experts", "columns", "blocks"])
-@pytest.mark.parametrize("given", ["rounded on the way", "by blocks", "by rows"])
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("given", GIVEN)
 def test_fp8(ranks, routing, scales, given):
+    ranks.run(narrow_results, routing, scales, given)
+
+
+# Each value, but not all combinations, which take too long on so many ranks.
+@pytest.mark.thorough
+@pytest.mark.ranks(8, exactly=True)
+@pytest.mark.parametrize(("routing", "dtype", "activation"), list(zip(ROUTINGS, cycle(DTYPES), cycle(ACTIVATIONS))))
+def test_eight_ranks(ranks, routing, dtype, activation):
+    ranks.run(results, routing, dtype, *activation)
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(8, exactly=True)
+@pytest.mark.parametrize(("routing", "scales", "given"), list(zip(ROUTINGS, SCALES, GIVEN, strict=False)))
+def test_fp8_of_eight_ranks(ranks, routing, scales, given):
     ranks.run(narrow_results, routing, scales, given)
 
 
