@@ -32,7 +32,8 @@ from iris.operators.registration import operator
 from iris.ops.call import NARROW
 from iris.ops.experts_mlp import LAYOUT, NAME
 from iris.ops.grouped.activation_gradient import differentiate_activation
-from iris.ops.grouped.launch import grouped_mm
+from iris.ops.grouped.call import GroupedCall
+from iris.ops.grouped.launch import enqueue
 from iris.ops.grouped.sums import sums_of_groups
 from iris.ops.operations import OperationsContext
 
@@ -100,14 +101,14 @@ def _backward(
     # The combine needs this dispatch's choices, and ends it.
     received = calls.dispatch(x, topk_ids, None, layout=LAYOUT, rows=rows)
     try:
-        groups = {"offs": received.offsets[1:], "counts": received.counts}
-        hidden, to_down = grouped_mm(rows, w_up.transpose(1, 2), **groups), grouped_mm(of_rows, w_down, **groups)
-        value, of_hidden, of_factors = differentiate_activation(hidden, to_down, factors, **groups)
+        offs, counts = received.offsets[1:], received.counts
+        hidden, to_down = _multiply(rows, w_up.transpose(1, 2), offs, counts), _multiply(of_rows, w_down, offs, counts)
+        value, of_hidden, of_factors = differentiate_activation(hidden, to_down, factors, offs=offs, counts=counts)
         of_up, of_down = x.new_empty(0), x.new_empty(0)
         if trains:
             of_up = sums_of_groups(of_hidden, rows, received.offsets)
             of_down = sums_of_groups(of_rows, value, received.offsets)
-        to_x = grouped_mm(of_hidden, w_up, **groups)
+        to_x = _multiply(of_hidden, w_up, offs, counts)
         of_x = calls.combine(to_x, received, first_choices(topk_ids))
     except BaseException as error:
         # The other ranks wait for this one's rows.
@@ -121,6 +122,13 @@ def _backward(
         calls.context.ccl.reduce_scatter(back, here, group=calls.group)
         of_weights = back[: len(topk_ids)]
     return of_x, of_weights, of_up, of_down
+
+
+def _multiply(rows: Tensor, matrices: Tensor, offs: Tensor, counts: Tensor) -> Tensor:
+    """`iris.ops.grouped_mm` of what the forward pass has checked."""
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    enqueue(GroupedCall(out, rows, matrices, offs, counts), None)
+    return out
 
 
 @register_fake(experts_mlp)

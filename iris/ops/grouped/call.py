@@ -33,9 +33,9 @@ class GroupedCall(NamedTuple):
     mat_b: torch.Tensor
     offs: torch.Tensor | None
     counts: torch.Tensor | None
-    scale_a: torch.Tensor | None
-    scale_b: torch.Tensor | None
-    activation: str | None
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+    activation: str | None = None
     progress: Progress | None = None
     """Of the kernel for Hopper alone: what it tells the next one on the stream, which begins beside it."""
 
