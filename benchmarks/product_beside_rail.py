@@ -15,11 +15,13 @@ from iris.ops.config import FusedConfig
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("-m", default=1024, help="Rows of all ranks.")
-@click.option("-n", default=65536, help="Columns of the first product, depth of the second.")
-@click.option("-k", default=4096, help="Depth of the first product, columns of the second.")
+@click.option("-m", default=4096, help="Rows of all ranks.")
+@click.option("-n", default=4096, help="Columns of the first product, depth of the second.")
+@click.option("-k", default=65536, help="Depth of the first product, columns of the second.")
 @click.option("--block", nargs=3, default=(128, 256, 64), help="Rows, columns and depth of a tile.")
-@click.option("--programs", default=16, help="Of the kernel, at most: each has a line in the picture.")
+@click.option(
+    "--programs", default=0, help="Of the kernel, at most; 0: as many as there may be. Each is a line of a picture."
+)
 def main(m: int, n: int, k: int, block: tuple[int, int, int], programs: int) -> None:
     on_gpu = torch.cuda.is_available()
     config = FusedConfig(
@@ -27,7 +29,7 @@ def main(m: int, n: int, k: int, block: tuple[int, int, int], programs: int) -> 
         block_size_m=block[0],
         block_size_n=block[1],
         block_size_k=block[2],
-        num_sms=programs,
+        num_sms=programs or None,
         use_gluon=on_gpu,
     )
     with iris.iris(1 << 20) as ctx:
