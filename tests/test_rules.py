@@ -2,9 +2,7 @@
 
 import ast
 import functools
-import io
 import re
-import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -153,42 +151,6 @@ def test_what_is_kept_is_allocated_by_keep():
     apart = ("bench/", "demo/", "simulator/", "sanitizer/", "info.py", "cuda_graphs/kept.py")
     found = {name(file): allocators(file) for file in SOURCES if not name(file).startswith(apart)}
     assert {file: functions for file, functions in found.items() if functions} == TEMPORARIES
-
-
-# Private words for ideas that have a name in the field, by the folder where that name must stand instead. Those of ""
-# are in no folder. Others are plain words elsewhere, as `taken` of a lock; `find`, `keep`, `place` and `push` are so
-# everywhere.
-PRIVATE_WORDS = {
-    "": """
-        send_stamped receive_stamped stamped send_marked receive_marked clear_marked marked absent unmark
-        follow_predecessor admit_successor gather_block reread SENT GOT await_room conclude
-        tell tells hear hears told heard Told Heard Came Met Wrong HostTold HostHeard deaf
-        Seat seat seats take_seat find_seat KEPT untraced untraced_methods note_written
-        on_chiplets emptied LINES_A LINES_B BY_COLUMNS_A BY_COLUMNS_B SPREADS
-    """,
-    "ccl/": "awaited inspect post offer meet pick leave most MET tell_word hear_words",
-    "language/": "awaited inspect post offer meet pick leave",
-    "ops/": "loaded freed filled taken",
-    "sanitizer/": "came met wrong",
-}
-PRIVATE_FILES = {"ccl/push.py", "language/stamped.py", "language/marked.py", "untraced.py", "versions.py"}
-
-
-def private_words(text, words):
-    """The names in ``text`` that are one of the words, with or without a leading underscore; and their lines."""
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return [f"{each.start[0]}: {each.string}" for each in tokens if each.string.lstrip("_") in words]
-
-
-def test_names_are_those_of_the_field():
-    """Words of comments, docstrings and messages do not count, nor names that only contain one of these."""
-    lines = ["def _told(x):  # told", "    told_apart = 'told'", "    return x.told(told=Told)"]
-    assert private_words("\n".join(lines), {"told", "Told"}) == ["1: _told", "3: told", "3: told", "3: Told"]
-    assert not PRIVATE_FILES & {name(file) for file in SOURCES}
-    for folder, words in PRIVATE_WORDS.items():
-        for file in SOURCES:
-            if name(file).startswith(folder):
-                assert not private_words(file.read_text(), set(words.split())), name(file)
 
 
 # A file has one idea, and is read in one sitting.

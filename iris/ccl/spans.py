@@ -37,7 +37,7 @@ from iris.errors import InvalidConfigError, SeveralHostsError, UnsupportedReduct
 from iris.operators.graph_break import methods_break_graph
 from iris.runtime.workspace import RankContext
 from iris.world import World, check_process_group
-from iris.world.hosts import hosts_of, tell_other_hosts
+from iris.world.hosts import hosts_of, notify_other_hosts
 
 # Collectives that add up.
 ADD = ("all_reduce", "reduce_scatter", "reduce")
@@ -65,7 +65,7 @@ def over_hosts(steps: Callable[..., None]) -> Any:
                 steps(self, span, used, *args, **named)
         except BaseException as error:
             comm.abort_flag.interrupted(name, error)
-            tell_other_hosts(span.whole)
+            notify_other_hosts(span.whole)
             raise
         return Work(self._on_gpu) if async_op else None
 

@@ -41,7 +41,7 @@ from iris.experts.received import Received
 from iris.experts.rows import BY_ROW, GROUP, NOT, SMALLEST
 from iris.operators.version_counter import bump_version
 from iris.world import World
-from iris.world.hosts import tell_other_hosts
+from iris.world.hosts import notify_other_hosts
 from iris.world.rail import as_bytes
 
 
@@ -214,7 +214,7 @@ class CallsOverHosts(Calls):
 
     def broken_by(self, call: str, error: BaseException) -> None:
         super().broken_by(call, error)
-        tell_other_hosts(self._members)
+        notify_other_hosts(self._members)
 
     def _tokens_of(self, received: Received) -> int:
         """Of the rail."""

@@ -18,7 +18,7 @@ import triton.language as tl
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.language.tracing import TraceEvent
-from iris.ops.counts import ARRIVED, await_ready, begin, end, tell_arrived
+from iris.ops.counts import ARRIVED, await_ready, begin, end, signal_arrived
 from iris.ops.gemm import biased, product, remap_xcd, scaled, swizzle_tile
 from iris.ops.kernel_arguments import Matrix
 
@@ -59,7 +59,7 @@ def send(ctx, counts, ticket, epoch, a, gathered, m, K, slabs, strips, SENDING: 
             for distance in range(1, W):
                 ctx.store(to, data, (rank + distance) % W, mask=mask)
         # Once a strip: a release waits until the stores before it are there.
-        tell_arrived(ctx, counts, rank * slabs + strip // strips)
+        signal_arrived(ctx, counts, rank * slabs + strip // strips)
         strip = take(ticket, epoch, slabs * strips, SENDING.PROGRAMS)
 
 

@@ -35,7 +35,7 @@ from iris.language.dependent_launch import gdc_wait
 from iris.ops.buffers import Buffers, Needs
 from iris.ops.call import Algorithm, Call
 from iris.ops.config import FusedConfig
-from iris.ops.counts import DONE, READY, end, tell_ready
+from iris.ops.counts import DONE, READY, end, signal_ready
 from iris.ops.kernel import most_programs
 from iris.ops.vendor import Product, refusal
 from iris.runtime.launch import addresses, prepare
@@ -50,21 +50,21 @@ TILE = 8 if simulator.ACTIVE else 128
 
 # One binary for all peers.
 @triton.jit(do_not_specialize=["peer"])
-def meet(context_tensor, counts, peer, W: tl.constexpr, WHAT: tl.constexpr):
+def handshake(context_tensor, counts, peer, W: tl.constexpr, WHAT: tl.constexpr):
     """One step of a call's protocol: a word to all peers or to one, the wait for theirs, or at its end its epoch."""
     gdc_wait()
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     epoch = tl.load(counts)
-    if WHAT == "tell ready":
-        tell_ready(ctx, counts, epoch + 1)
-    elif WHAT == "await ready":
+    if WHAT == "signal ready":
+        signal_ready(ctx, counts, epoch + 1)
+    elif WHAT == "wait ready":
         ctx.wait(counts + READY + peer, epoch + 1, cmp="reached")
-    elif WHAT == "tell done":
+    elif WHAT == "signal done":
         ctx.signal(counts + DONE, 1, peer, op="add")
-    elif WHAT == "await done":
+    elif WHAT == "wait done":
         ctx.wait(counts + DONE, (epoch + 1) * (W - 1), cmp="reached")
     else:
-        tl.static_assert(WHAT == "end", "unknown meeting")
+        tl.static_assert(WHAT == "end", "unknown step")
         end(counts, epoch + 1)
 
 
@@ -101,11 +101,11 @@ class Copies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._launches: dict[object, Callable[..., None]] = {}
         # All before the first: compiling must not keep a peer waiting.
-        for what in ("tell ready", "await ready", "tell done", "await done", "end"):
+        for what in ("signal ready", "wait ready", "signal done", "wait done", "end"):
             args = (*self._memory, 0, size, what)
-            self._launches[what] = prepare(meet, (1, 1, 1), *args, num_warps=1)
+            self._launches[what] = prepare(handshake, (1, 1, 1), *args, num_warps=1)
 
-    def meet(self, what: str, peer: int = 0) -> None:
+    def handshake(self, what: str, peer: int = 0) -> None:
         """Enqueue a meeting on the current stream."""
         args = (*self._memory, peer, self.size, what)
         self._launches[what](self._current(), addresses(args))
@@ -183,24 +183,24 @@ def _all_gather_matmul(copies: Copies, call: Call) -> None:
     copies.fork()
     with copies.beside():
         shared[copies.rank].copy_(call.a)
-        copies.meet("tell ready")
+        copies.handshake("signal ready")
         if kept is not None:
             kept[copies.rank].copy_(call.a)
     multiply(call.a, copies.rank * m, (copies.rank + 1) * m)
     for peer in copies.peers():
         theirs = copies.data[peer].view_as(shared)[peer]
         with copies.beside():
-            copies.meet("await ready", peer)
+            copies.handshake("wait ready", peer)
         for rows in chunks(m, call.out.shape[1], copies.programs):
             with copies.beside():
                 gathered[peer, rows].copy_(theirs[rows], non_blocking=True)
             copies.join()
             multiply(gathered[peer, rows], peer * m + rows.start, peer * m + rows.stop)
         with copies.beside():
-            copies.meet("tell done", peer)
+            copies.handshake("signal done", peer)
     with copies.beside():
-        copies.meet("await done")
-        copies.meet("end")
+        copies.handshake("wait done")
+        copies.handshake("end")
     copies.join()
 
 
@@ -214,23 +214,23 @@ def _matmul_reduce_scatter(copies: Copies, call: Call) -> None:
 
     copies.fork()
     with copies.beside():
-        copies.meet("tell ready")
+        copies.handshake("signal ready")
     for peer in copies.peers():
         theirs = copies.data[peer].view(2, copies.size, share, N)[0, copies.rank]
         with copies.beside():
-            copies.meet("await ready", peer)
+            copies.handshake("wait ready", peer)
         for rows in chunks(share, N, copies.programs):
             multiply(sent[peer, rows], peer * share + rows.start, peer * share + rows.stop)
             copies.fork()
             with copies.beside():
                 theirs[rows].copy_(sent[peer, rows], non_blocking=True)
         with copies.beside():
-            copies.meet("tell done", peer)
+            copies.handshake("signal done", peer)
     multiply(parts[copies.rank], copies.rank * share, (copies.rank + 1) * share)
     copies.join()
-    copies.meet("await done")
+    copies.handshake("wait done")
     copies.add(parts, call.bias, call.out)
-    copies.meet("end")
+    copies.handshake("end")
 
 
 class CopyEngines(Algorithm):

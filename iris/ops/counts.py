@@ -35,7 +35,7 @@ ARRIVED = tl.constexpr(MOST_PROGRAMS + MOST_RANKS + 32)
 
 
 @jit
-def tell_ready(ctx, counts, epoch):
+def signal_ready(ctx, counts, epoch):
     """That this rank's memory may be written, or read, in the call of this epoch."""
     for first in range(0, ctx.num_ranks, LANES):
         to = first + lanes()
@@ -47,7 +47,7 @@ def begin(ctx, counts):
     """This call's epoch. Program 0 tells the peers that this rank's memory may be written."""
     epoch = tl.load(counts + tl.program_id(0)) + 1
     if tl.program_id(0) == 0:
-        tell_ready(ctx, counts, epoch)
+        signal_ready(ctx, counts, epoch)
     return epoch
 
 
@@ -66,7 +66,7 @@ def await_ready(ctx, counts, epoch):
 
 
 @jit
-def tell_arrived(ctx, counts, part):
+def signal_arrived(ctx, counts, part):
     """Behind this program's stores of a part to all peers."""
     for first in range(0, ctx.num_ranks, LANES):
         to = first + lanes()

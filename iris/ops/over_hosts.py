@@ -58,7 +58,7 @@ from iris.ops.kernel import most_programs
 from iris.ops.operations import DEBUGGING, Operations
 from iris.runtime.workspace import Workspace
 from iris.world import World
-from iris.world.hosts import tell_other_hosts
+from iris.world.hosts import notify_other_hosts
 from iris.world.rail import Rail
 
 # What the loop over hosts carries, and the collective that goes with one GEMM, which carries the others.
@@ -148,7 +148,7 @@ class OperationsOverHosts(Operations):
                 }[call.name](call, config)
         except BaseException as error:
             self._abort_flag.interrupted(call.name, error)
-            tell_other_hosts(self._context._world.group)
+            notify_other_hosts(self._context._world.group)
             raise
         bump_version(call.out)
         return Work(self._on_gpu) if async_op else None

@@ -184,7 +184,7 @@ def bind_fates(everyone: Group, host: Group) -> None:
     everyone.check_whole, everyone.abort = check_whole, abort
 
 
-def tell_other_hosts(everyone: Group) -> None:
+def notify_other_hosts(everyone: Group) -> None:
     """If the group of this host is broken, break that of all hosts at once: their ranks may wait along a rail."""
     with contextlib.suppress(GroupAbortedError):
         everyone.check()

@@ -103,14 +103,14 @@ class Members:
         """
         hosts = {peer.identity[:2] for peer in (self.processes[rank] for rank in lost) if peer and not peer.watched}
         there = {rank: peer for rank, peer in enumerate(self.processes) if peer and peer.identity[:2] in hosts}
-        await_(lambda: all(peer.ended for peer in there.values()) or self._tell_ends(lost), NOTICE_HOST_S)
+        await_(lambda: all(peer.ended for peer in there.values()) or self._report_ends(lost), NOTICE_HOST_S)
         for rank, peer in there.items():
             if peer.status is None and not self.store_is_gone:
                 with contextlib.suppress(dist.DistError):
                     self._ask_how_ended(rank, peer)
         return sorted({*lost, *(rank for rank, peer in there.items() if peer.ended and peer.status != 0)})
 
-    def _tell_ends(self, lost: Sequence[int]) -> bool:
+    def _report_ends(self, lost: Sequence[int]) -> bool:
         """Whether a process of their host has told how these have ended: then the host is there."""
         if self._store is None or self.store_is_gone:
             return False

@@ -79,7 +79,7 @@ OPERATIONS = {
     **{"W": W, "SENDERS": 8, "SEND_M": 16, "SEND_K": 1024, "BLOCK_M": 256, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP": 8},
     **dict.fromkeys(["CACHE_A", "CACHE_B"], ""),
     **{"ALLOW_TF32": True, "BIASED": True, "SCALED": False, "ALL_REDUCE": True},
-    **{"WHAT": "tell ready", "BLOCK": 2048},
+    **{"WHAT": "signal ready", "BLOCK": 2048},
 }
 # Rows of 3600 in two pieces, of which four ranks have a part each: no power of two.
 ROWS = {
@@ -99,7 +99,7 @@ SCALAR = {
     "exchange_times",
     "exchange_v",
     *("read_clock", "hold", "note_beginning", "note_end"),
-    *("meet", "signal_peer", "await_peer"),
+    *("meet", "handshake", "signal_peer", "await_peer"),
     "ping_pong",
     "chase",
     "count_up",

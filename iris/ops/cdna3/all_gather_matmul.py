@@ -21,7 +21,7 @@ from iris.language.jit import gluon_jit
 from iris.language.tracing import TraceEvent
 from iris.ops.cdna3.product import fetch_both, product
 from iris.ops.cdna3.strips import STRIP, columns_of, everywhere, rows_from, strips
-from iris.ops.counts import ARRIVED, await_ready, begin, end, tell_arrived
+from iris.ops.counts import ARRIVED, await_ready, begin, end, signal_arrived
 from iris.ops.gemm import remap_xcd
 from iris.ops.kernel_arguments import Matrix, TilePlace
 
@@ -62,7 +62,7 @@ def send(ctx, counts, a, gathered, slabs, m, K, epoch, SENDERS: gl.constexpr, BL
             event = ctx.tracing.begin_move("store", mine + at, (ctx.cur_rank + peer + 1) % ctx.num_ranks, mask)
             gl.store(places[peer] + at, data, mask=mask)
             ctx.tracing.record_event_end(event)
-        tell_arrived(ctx, counts, ctx.cur_rank * slabs + slab)
+        signal_arrived(ctx, counts, ctx.cur_rank * slabs + slab)
 
 
 # A number of rows may be 1, and is no constant then.

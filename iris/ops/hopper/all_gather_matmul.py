@@ -32,7 +32,7 @@ from iris.ops.counts import ARRIVED, await_ready, begin, end
 from iris.ops.gemm import swizzle_tile
 from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import Units
-from iris.ops.hopper.tile_scheduler import await_next, tell_next
+from iris.ops.hopper.tile_scheduler import await_next, publish_next
 from iris.ops.hopper.writer import await_products, free_products, store_products
 
 
@@ -154,7 +154,7 @@ def load(pipeline, units, order, ctx, counts, a, gathered, b, K, TILING: gl.cons
                 TRANS_A=False,
                 TRANS_B=TRANS_B,
             )
-        number = tell_next(pipeline, units, number, nth)
+        number = publish_next(pipeline, units, number, nth)
         nth += 1
 
 

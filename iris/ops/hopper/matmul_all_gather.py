@@ -18,7 +18,7 @@ from iris.ops.gemm import swizzle_tile
 from iris.ops.hopper.pace import at_once, until_next
 from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import Units
-from iris.ops.hopper.tile_scheduler import await_next, tell_next
+from iris.ops.hopper.tile_scheduler import await_next, publish_next
 from iris.ops.hopper.writer import add_bias, await_products, free_products, send_products_to_all, strips_of
 
 
@@ -74,7 +74,7 @@ def load(pipeline, units, order, a, b, K, TILING: gl.constexpr):
             TRANS_A=TRANS_A,
             TRANS_B=TRANS_B,
         )
-        number = tell_next(pipeline, units, number, nth)
+        number = publish_next(pipeline, units, number, nth)
         nth += 1
 
 

@@ -24,7 +24,7 @@ from iris.ops.gemm import swizzle_tile
 from iris.ops.hopper.adder import add, make_landing
 from iris.ops.hopper.pipeline import REGISTERS, WARPS, load_tile, make_pipeline, multiply
 from iris.ops.hopper.split_k import whole_tiles
-from iris.ops.hopper.tile_scheduler import await_next, tell_next
+from iris.ops.hopper.tile_scheduler import await_next, publish_next
 from iris.ops.hopper.writer import await_products, free_products, keep_products, send_products
 
 # And the adder's: a warp beside the writer and the loader, which share a number of registers.
@@ -106,7 +106,7 @@ def load(pipeline, units, order, a, b, K, TILING: gl.constexpr):
         step = load_tile(
             pipeline, a, b, row=row, column=column, K=K, split=0, splits=1, step=step, TRANS_A=TRANS_A, TRANS_B=TRANS_B
         )
-        number = tell_next(pipeline, units, number, nth)
+        number = publish_next(pipeline, units, number, nth)
         nth += 1
 
 

@@ -44,7 +44,7 @@ def take(ticket, count, epoch):
 
 
 @gluon_jit
-def tell_next(pipeline, units, number, nth):
+def publish_next(pipeline, units, number, nth):
     """The loader, behind the ``nth`` unit of this program, ``number``: takes the next, and tells the other roles."""
     if not pipeline.BY_TICKETS:
         return number + gl.num_programs(0)
