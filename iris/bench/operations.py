@@ -4,7 +4,7 @@ All in one run, by turns, on the same random data. A shape is (M, N, K) of the w
 matmul_all_gather each rank has M / W rows of A and N / W, or all, columns of B; for all_gather_matmul_k, which is
 all_gather_matmul with ``gather_dim="k"``, K / W columns of A and all of B; for the sums it has K / W columns of A and
 rows of B. all_reduce_rms_norm has M rows of N columns and no K. Every result of Iris and of other projects is compared
-with that of the vendor once before it is timed.
+once before it is timed: a product with the vendor's, rows that are normalised, the vendor's too, with those in float64.
 
 Of fp8 A lies by rows and B by columns, as cuBLAS takes them, the result is bf16, and the factors are 1.
 """
@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from iris.bench import optional_peers
+from iris.bench.checked import Checked, of_all_ranks, relative_error
 from iris.bench.collectives import microseconds_of_each, ready
-from iris.bench.ranks import failure, on_any_rank
+from iris.bench.ranks import failure
 from iris.bench.repetitions import Repetitions, repetitions
 from iris.bench.report import save_rows
 from iris.compat.scaled_mm import scaled_mm
@@ -37,8 +38,9 @@ PRODUCTS = ("all_gather_matmul", GATHER_K, "matmul_all_gather", "matmul_reduce_s
 NORM = "all_reduce_rms_norm"
 OPERATIONS = (*PRODUCTS, NORM)
 # "gemm" and "all_reduce": the vendor's product, and Iris' all-reduce, alone. "iris residual": a norm with one, which
-# other projects' have as well.
-OF_IRIS = ("iris", "iris gluon", "iris triton", "iris copies", "iris residual")
+# other projects' have as well; "iris fp8": the same with a result of fp8 and a factor for each row.
+FP8 = "iris fp8"
+OF_IRIS = ("iris", "iris gluon", "iris triton", "iris copies", "iris residual", FP8)
 # Over several hosts, those that have a loop over these: "iris" with products that run beside rails, or by turns with
 # them, where its own choice is one of both.
 BESIDE_RAILS = {"iris beside rails": True, "iris in turn": False}
@@ -46,7 +48,7 @@ ON_ONE_HOST = (*OF_IRIS, "vendor", "torch", "gemm", "all_reduce", *optional_peer
 LIBRARIES = (*ON_ONE_HOST, *BESIDE_RAILS)
 # Of these, those that span hosts.
 OVER_HOSTS = (*OF_IRIS, *BESIDE_RAILS, "vendor", "gemm", "all_reduce")
-WITH_RESIDUAL = ("iris residual", *optional_peers.NAMES)
+WITH_RESIDUAL = ("iris residual", FP8, *optional_peers.NAMES)
 # Layers of large models, and of one small batch.
 SHAPES = [
     (8192, 4608, 36864),
@@ -57,7 +59,8 @@ SHAPES = [
 ]
 # From the rows of a decoding step to those of a long prompt.
 SWEEP = [(1 << i, 8192, 8192) for i in range(4, 15)]
-NORM_SHAPES = [(rows, columns, 0) for columns in (4096, 8192) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+# From a single token to a prompt.
+NORM_SHAPES = [(1 << i, columns, 0) for columns in (4096, 7168, 8192) for i in range(13)]
 EPS = 1e-6
 # Of which sizes each rank has its part.
 SHARED = {
@@ -105,7 +108,10 @@ def has(library: str, operation: str) -> bool:
 
 
 class Row(NamedTuple):
-    """One measurement. ``microseconds``: none where the reason is given."""
+    """One measurement.
+
+    ``microseconds``: none where the reason is given. ``error``: of `NORM` alone, against float64 (`relative_error`).
+    """
 
     operation: str
     M: int
@@ -115,6 +121,7 @@ class Row(NamedTuple):
     library: str
     microseconds: float | None
     reason: str = ""
+    error: float | None = None
 
     @property
     def failed(self) -> bool:
@@ -125,8 +132,8 @@ class Row(NamedTuple):
 class Operands(NamedTuple):
     """Of one rank: ``a [m, k]``, ``b [k, n]``, ``out``, and ``whole``: what is gathered, a product or a sum alone.
 
-    Of `NORM`, ``a`` are the rows, ``b`` is the weight, and ``residual`` is the same on all ranks. Of fp8, ``factor`` is
-    what A and B are multiplied by.
+    Of `NORM`, ``a`` are the rows, ``b`` is the weight, and ``residual`` is the same on all ranks; ``narrow`` and
+    ``row_scales`` are the result of `FP8`. Of fp8, ``factor`` is what A and B are multiplied by.
     """
 
     a: torch.Tensor
@@ -135,6 +142,8 @@ class Operands(NamedTuple):
     whole: torch.Tensor
     factor: torch.Tensor | None = None
     residual: torch.Tensor | None = None
+    narrow: torch.Tensor | None = None
+    row_scales: torch.Tensor | None = None
 
     def multiply(self, a: torch.Tensor, out: torch.Tensor) -> None:
         """``out = a b``, by the vendor's GEMM."""
@@ -169,8 +178,9 @@ def operands(ctx: Iris, operation: str, shape: tuple[int, int, int], dtype: torc
         return Operands(random(M // W, K), b(K, N), out(M, N), random(M // W, N, dtype=result), factor)
     if operation == NORM:
         a, weight = random(M, N), random(N)
-        # Calls change the residual, and rank 0 gets its own tensor back.
-        return Operands(a, weight, out(M, N), out(M, N), residual=ctx.broadcast(a, 0).clone())
+        scales = torch.empty(M, device=ctx.device)
+        narrow = torch.empty(M, N, dtype=torch.float8_e4m3fn, device=ctx.device)
+        return Operands(a, weight, out(M, N), out(M, N), None, torch.empty_like(a), narrow, scales)
     rows = M // W if operation == "matmul_reduce_scatter" else M
     return Operands(random(M, K // W), b(K // W, N), out(rows, N), random(M, N, dtype=result), factor)
 
@@ -209,6 +219,9 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
         return {
             "iris": lambda: ctx.ops.all_reduce_rms_norm(x.out, x.a, x.b, EPS),
             "iris residual": lambda: ctx.ops.all_reduce_rms_norm(x.out, x.a, x.b, EPS, residual=x.residual),
+            FP8: lambda: ctx.ops.all_reduce_rms_norm(
+                x.narrow, x.a, x.b, EPS, residual=x.residual, row_scales=x.row_scales
+            ),
             "all_reduce": lambda: ctx.ccl.all_reduce(x.whole, x.a),
             "vendor": vendor(operation, x),
         }[library]
@@ -268,14 +281,28 @@ def torchs(operation: str, x: Operands) -> Callable[[], object]:
     }[operation]
 
 
-def check(ctx: Iris, operation: str, library: str, call: Callable[[], object], x: Operands) -> str:
-    """An empty string if a call gives what the vendor does; else what is wrong."""
+def normalised(x: Operands, with_residual: bool) -> torch.Tensor:
+    """What `NORM` gives, in float64, of a residual that is as it was before any call. Collective over the world."""
+    assert x.residual is not None
+    x.residual.normal_(generator=torch.Generator(x.a.device).manual_seed(len(x.a)))
+    total = x.a.double()
+    dist.all_reduce(total)
+    if with_residual:
+        total += x.residual
+    return torch.nn.functional.rms_norm(total, x.b.shape, x.b.double(), EPS)
+
+
+def vendors_norm(x: Operands) -> None:
+    """The vendor's rows in ``x.out``. It adds up in place: sums of zeros stay what they are, however often."""
+    x.whole.copy_(x.a)
+    x.out.copy_(vendor(NORM, x)()[-1])
+    x.whole.zero_()
+
+
+def check(ctx: Iris, operation: str, library: str, call: Callable[[], object], x: Operands) -> Checked:
+    """What is wrong with the result of a call on this rank."""
     if operation == NORM:
-        x.whole.copy_(x.a)
-        if library in WITH_RESIDUAL and x.residual is not None and ctx.cur_rank == 0:
-            x.whole.add_(x.residual)  # so the vendor's sum has it once
-        wanted = vendor(operation, x)()[-1].float()
-        x.whole.zero_()  # whose sums stay what they are, however often they are formed
+        wanted = normalised(x, library in WITH_RESIDUAL)
     else:
         vendor(operation, x)()
         wanted = x.out.to(torch.float32, copy=True)
@@ -283,9 +310,15 @@ def check(ctx: Iris, operation: str, library: str, call: Callable[[], object], x
     ctx.barrier()
     call()
     ctx.barrier()
-    bound = 0.02 * wanted.abs().max().item()
-    worst = (x.out.float() - wanted).abs().max().item()
-    return "" if worst <= bound else f"wrong result: differs by {worst:.3g}"
+    result, allowed = x.out, 0.02
+    if library == FP8:
+        assert x.narrow is not None and x.row_scales is not None
+        # The largest of a row is 448, where fp8 has steps of 32.
+        result, allowed = x.narrow.float() * x.row_scales[:, None], 0.04
+    worst = (result - wanted).abs().max().item()
+    if not worst <= allowed * wanted.abs().max().item():
+        return Checked(f"wrong result: differs by {worst:.3g}")
+    return Checked("", relative_error(result, wanted) if operation == NORM else None)
 
 
 def measure(
@@ -321,36 +354,37 @@ def _side_by_side(
 ) -> list[Row]:
     """The rows of one operation with one shape."""
     x = operands(ctx, operation, shape, dtype)
-    reasons: dict[str, str] = {}
+    found: dict[str, Checked] = {}
     readied: dict[str, Any] = {}
     often: Repetitions | None = None
     nbytes = x.a.nbytes if operation == NORM else 8 << 20
     for library in libraries:
         if not has(library, operation):
             continue
-        reason = ""
+        checked = Checked("")
         call: Callable[[], object] | None = None
         try:
             if library in others and x.residual is not None:
                 calls = others[library].all_reduce_rms_norm(library, x.out, x.a, x.b, EPS, x.residual)
             else:
                 call = case(ctx, operation, library, x)
-                calls = optional_peers.Calls(call, call)
+                compared = functools.partial(vendors_norm, x) if (operation, library) == (NORM, "vendor") else call
+                calls = optional_peers.Calls(call, compared)
             call = calls.timed
-            if library in others or library.startswith("iris"):
-                reason = check(ctx, operation, library, calls.checked, x)
+            if library in others or library.startswith("iris") or calls.checked is not call:
+                checked = check(ctx, operation, library, calls.checked, x)
             else:
                 call()
         except (InvalidConfigError, SeveralHostsError) as error:
             # Of the configuration that stands for a library; one that Iris chose itself has to do.
-            reason = f"{'' if library == 'iris' else NOT_AVAILABLE}{error}"
+            checked = Checked(f"{'' if library == 'iris' else NOT_AVAILABLE}{error}")
         except optional_peers.UnavailableError as error:
-            reason = f"{NOT_AVAILABLE}{error}"
+            checked = Checked(f"{NOT_AVAILABLE}{error}")
         except Exception as error:  # a peer's failure is a result too
-            reason = failure(error)
+            checked = Checked(failure(error))
         # One rank's failure is everybody's, so that all go on with the same case.
-        reasons[library] = on_any_rank(ctx, reason)
-        if call is not None and not reasons[library]:
+        found[library] = of_all_ranks(ctx, checked)
+        if call is not None and not found[library].reason:
             # At once, as a graph takes over the memory of the call before it.
             capturing = others[library].capturing if library in others else nullcontext
             often = often or repetitions(ctx, call, nbytes)
@@ -358,7 +392,7 @@ def _side_by_side(
     times = [] if often is None else microseconds_of_each(ctx, list(readied.values()), often)
     spent = dict(zip(readied, times, strict=True))
     name = str(dtype).removeprefix("torch.")
-    return [Row(operation, *shape, name, library, spent.get(library), reason) for library, reason in reasons.items()]
+    return [Row(operation, *shape, name, library, spent.get(library), *checked) for library, checked in found.items()]
 
 
 def write(folder: Path, name: str, num_ranks: int, rows: list[Row], num_hosts: int = 1) -> None:

@@ -13,7 +13,7 @@ from iris.errors import InvalidValueError
 
 
 def measured(ctx):
-    libraries = ["iris", "iris triton", "iris copies", "iris residual", "vendor", "gemm", "all_reduce"]
+    libraries = ["iris", "iris triton", "iris copies", "iris residual", "iris fp8", "vendor", "gemm", "all_reduce"]
     shapes = [(32, 16, 32), (48, 16, 32), (3, 40, 0), (5, 24, 0)]
     return list(operations.measure(ctx, list(operations.OPERATIONS), shapes, libraries, torch.float32))
 
@@ -26,7 +26,11 @@ def test_what_is_measured(ranks, tmp_path):
     by_copies = {row.operation for row in rows if row.library == "iris copies"}
     assert by_copies == {"all_gather_matmul", "matmul_reduce_scatter"}
     norms = [row.library for row in rows if row.operation == operations.NORM]
-    assert norms == 2 * ["iris", "iris residual", "vendor", "all_reduce"]
+    assert norms == 2 * ["iris", "iris residual", "iris fp8", "vendor", "all_reduce"]
+    # Of float32 and of fp8; nothing is compared with float64 but rows that are normalised.
+    for row in rows:
+        below = {"all_reduce": None, "iris fp8": 0.05}.get(row.library, 1e-6) if row.operation == operations.NORM else None
+        assert row.error is None if below is None else 0 < row.error < below
     assert len(rows) == 2 * (4 * 5 + len(by_copies)) + len(norms)
     operations.write(tmp_path, "operations_2", 2, rows)
     written = json.loads((tmp_path / "operations_2.json").read_text())
@@ -143,8 +147,9 @@ def test_usual_shapes_are_left_out_where_ranks_cannot_share_them(monkeypatch):
 def spoilt(ctx):
     x = operations.operands(ctx, "matmul_all_reduce", (32, 16, 32), torch.float32)
     call = operations.case(ctx, "matmul_all_reduce", "iris", x)
-    assert operations.check(ctx, "matmul_all_reduce", "iris", call, x) == ""
-    assert "wrong result" in operations.check(ctx, "matmul_all_reduce", "iris", lambda: (call(), x.out[3].zero_()), x)
+    assert operations.check(ctx, "matmul_all_reduce", "iris", call, x) == ("", None)
+    wrong = operations.check(ctx, "matmul_all_reduce", "iris", lambda: (call(), x.out[3].zero_()), x)
+    assert "wrong result" in wrong.reason
 
 
 def test_a_wrong_result_is_noticed(ranks):
