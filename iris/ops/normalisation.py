@@ -9,7 +9,7 @@ from iris.arg_parser import real
 from iris.ccl import Config
 from iris.ccl.checks import compare_calls
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
-from iris.ccl.lamport_channel import SHARE_OF_WORKSPACE, SLOTS
+from iris.ccl.lamport_channel import ROOM_LEFT, SHARE_OF_WORKSPACE, SLOTS
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.select import choose
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
@@ -29,8 +29,6 @@ SMALLEST_PIECE, SMALLEST_PART = 256, 128
 # Columns of a row at most: one program's registers hold it.
 MOST_COLUMNS = 32768
 MOST_WARPS = 8
-# Of the group's memory, the part that stays free for others.
-ROOM_LEFT = 4
 # Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
 # "Compute Capabilities": 65536 registers). A launch has half of the warps; or a third, if the next launch of its stream
 # may take places before its turn: see `iris.ccl.kernel_launch.ALL_REGISTERS`.
