@@ -220,7 +220,7 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
             "iris": lambda: ctx.ops.all_reduce_rms_norm(x.out, x.a, x.b, EPS),
             "iris residual": lambda: ctx.ops.all_reduce_rms_norm(x.out, x.a, x.b, EPS, residual=x.residual),
             FP8: lambda: ctx.ops.all_reduce_rms_norm(
-                x.narrow, x.a, x.b, EPS, residual=x.residual, row_scales=x.row_scales
+                cast(torch.Tensor, x.narrow), x.a, x.b, EPS, residual=x.residual, row_scales=x.row_scales
             ),
             "all_reduce": lambda: ctx.ccl.all_reduce(x.whole, x.a),
             "vendor": vendor(operation, x),

@@ -94,7 +94,8 @@ class Algorithm:
     fits : callable
         Whether it carries ``(comm, collective, nbytes)``, where ``nbytes`` is `Call.table_bytes`. None: any size.
     has_room : callable
-        Whether there is memory for a call that fits and has been given to it, by at most so many programs. None: always.
+        Whether there is memory for a call that fits, with at most so many programs. Asked where this algorithm would be
+        chosen, and if there is, it is. None: always.
     unless : tuple of str
         Fields of `Config` that it could not follow: where one is set, another algorithm is chosen.
     on_request : bool

@@ -273,6 +273,7 @@ def launch_arguments(call: Call, max_programs: int | None, steps: int) -> dict[s
 # Dtypes whose elements can be their own flags: all ones are a NaN (`iris.language.lamport`).
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2
 LAMPORT = frozenset(FLOATS)
+LIMITS = "is for floating-point tensors, whose elements can be their own flags"
 
 ALGORITHMS = (
     Algorithm(
@@ -282,6 +283,6 @@ ALGORITHMS = (
         dtypes=LAMPORT,
         min_ranks=2,
         fits=functools.partial(fits, steps=1),
-        limits="is for floating-point tensors, whose elements can be their own flags",
+        limits=LIMITS,
     ),
 )

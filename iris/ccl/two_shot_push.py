@@ -27,7 +27,7 @@ from iris.ccl.call import Algorithm, Call
 from iris.ccl.communicator import Launch, power_of_two
 from iris.ccl.kernel_launch import kernel_launch
 from iris.ccl.lamport_channel import fits, has_room
-from iris.ccl.one_shot import LAMPORT, launch_arguments, peers, push, recv_and_reduce, recycle_slot, region
+from iris.ccl.one_shot import LAMPORT, LIMITS, launch_arguments, peers, push, recv_and_reduce, recycle_slot, region
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
 from iris.language.flat import flat
@@ -110,5 +110,6 @@ ALGORITHMS = (
         min_ranks=2,
         fits=functools.partial(fits, steps=2),
         has_room=functools.partial(has_room, steps=2),
+        limits=LIMITS,
     ),
 )

@@ -41,8 +41,8 @@ from iris.world import Group, World
 # hence one compiled specialisation.
 ALIGNMENT = 1024
 
-# A 128th of the device's memory at most: 1.1 GiB of an H200. The largest channels have 32 MiB, or for pushed sums a 16th
-# of it, and while there is room a fifth.
+# A 128th of the device's memory at most: 1.1 GiB of an H200. The largest channels have 32 MiB, or for pushed sums a
+# 16th of it, and while there is room a fifth.
 SHARE_OF_MEMORY = 128
 # A block has so many bytes at least, and no more than the largest beyond what is needed at once. Memory of the host
 # takes no room until it is used.
