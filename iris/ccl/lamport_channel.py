@@ -17,8 +17,8 @@ SLOTS = tl.constexpr(3)
 # A channel is several times as large as the tensor, and each stream has one. So it may take this fraction (1/16) of the
 # group's memory in any case.
 SHARE_OF_WORKSPACE = 16
-# In two steps it may take a fifth, as long as a quarter stays free for others then: on an H200, whose groups have 1.1
-# GiB, 192 MiB for tensors of up to 32 MiB.
+# In two steps it may take a fifth, as long as a quarter stays free for others then: an H200, whose groups have 1.1 GiB,
+# has room for tensors of up to 32 MiB, and its table pushes those of up to 16 MiB, in 96 MiB.
 SHARE_WITH_ROOM, ROOM_LEFT = 5, 4
 
 
