@@ -68,9 +68,10 @@ def ccl(
     "libraries",
     multiple=True,
     help="iris, 'iris triton', vendor, torch, gemm ...; and for all_reduce_rms_norm 'iris residual', 'iris fp8' (the "
-    "same with a factor for each row), flashinfer, 'flashinfer one shot', 'flashinfer two shot' or sglang. Over "
-    "several hosts also 'iris beside rails' and 'iris in turn'. If not given, all of the first and those of Iris, and "
-    "of the others flashinfer and sglang where they are installed.",
+    "same with a factor for each row), both also as 'iris sharded' and 'iris sharded fp8' (the residual by rows), "
+    "flashinfer, 'flashinfer one shot', 'flashinfer two shot' or sglang. Over several hosts also 'iris beside rails' "
+    "and 'iris in turn'. If not given, all of the first and those of Iris, and of the others flashinfer and sglang "
+    "where they are installed.",
 )
 @click.option("--dtype", type=FACTORS, default="bfloat16", show_default=True)
 @click.option(

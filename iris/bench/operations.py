@@ -3,8 +3,8 @@
 All in one run, by turns, on the same random data. A shape is (M, N, K) of the whole product. For all_gather_matmul and
 matmul_all_gather each rank has M / W rows of A and N / W, or all, columns of B; for all_gather_matmul_k, which is
 all_gather_matmul with ``gather_dim="k"``, K / W columns of A and all of B; for the sums it has K / W columns of A and
-rows of B. all_reduce_rms_norm has M rows of N columns and no K. Every result of Iris and of other projects is compared
-once before it is timed: a product with the vendor's, rows that are normalised, the vendor's too, with those in float64.
+rows of B. all_reduce_rms_norm has M rows of N columns and no K (`iris.bench.norms`). Every product of Iris is compared
+with that of the vendor once before it is timed.
 
 Of fp8 A lies by rows and B by columns, as cuBLAS takes them, the result is bf16, and the factors are 1.
 """
@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from iris.bench import optional_peers
-from iris.bench.checked import Checked, of_all_ranks, relative_error
+from iris.bench import norms, optional_peers
+from iris.bench.checked import Checked, of_all_ranks
 from iris.bench.collectives import microseconds_of_each, ready
+from iris.bench.norms import NORM
 from iris.bench.ranks import failure
 from iris.bench.repetitions import Repetitions, repetitions
 from iris.bench.report import save_rows
@@ -35,20 +36,16 @@ from iris.ops.over_hosts import OperationsOverHosts
 
 GATHER_K = "all_gather_matmul_k"
 PRODUCTS = ("all_gather_matmul", GATHER_K, "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
-NORM = "all_reduce_rms_norm"
 OPERATIONS = (*PRODUCTS, NORM)
-# "gemm" and "all_reduce": the vendor's product, and Iris' all-reduce, alone. "iris residual": a norm with one, which
-# other projects' have as well; "iris fp8": the same with a result of fp8 and a factor for each row.
-FP8 = "iris fp8"
-OF_IRIS = ("iris", "iris gluon", "iris triton", "iris copies", "iris residual", FP8)
+# "gemm": the vendor's product alone.
+OF_PRODUCTS = ("iris", "iris gluon", "iris triton", "iris copies", "vendor", "torch", "gemm")
 # Over several hosts, those that have a loop over these: "iris" with products that run beside rails, or by turns with
 # them, where its own choice is one of both.
 BESIDE_RAILS = {"iris beside rails": True, "iris in turn": False}
-ON_ONE_HOST = (*OF_IRIS, "vendor", "torch", "gemm", "all_reduce", *optional_peers.NAMES)
+ON_ONE_HOST = tuple(dict.fromkeys((*OF_PRODUCTS, *norms.LIBRARIES)))
 LIBRARIES = (*ON_ONE_HOST, *BESIDE_RAILS)
 # Of these, those that span hosts.
-OVER_HOSTS = (*OF_IRIS, *BESIDE_RAILS, "vendor", "gemm", "all_reduce")
-WITH_RESIDUAL = ("iris residual", FP8, *optional_peers.NAMES)
+OVER_HOSTS = tuple(library for library in LIBRARIES if library not in ("torch", *optional_peers.NAMES))
 # Layers of large models, and of one small batch.
 SHAPES = [
     (8192, 4608, 36864),
@@ -59,9 +56,6 @@ SHAPES = [
 ]
 # From the rows of a decoding step to those of a long prompt.
 SWEEP = [(1 << i, 8192, 8192) for i in range(4, 15)]
-# From a single token to a prompt.
-NORM_SHAPES = [(1 << i, columns, 0) for columns in (4096, 7168, 8192) for i in range(13)]
-EPS = 1e-6
 # Of which sizes each rank has its part.
 SHARED = {
     "all_gather_matmul": "MN",
@@ -77,7 +71,7 @@ NOT_AVAILABLE = "not available: "
 
 def default_shapes(num_ranks: int) -> list[tuple[int, int, int]]:
     """What is measured if nothing else is asked for; the last product is JAX's example, of 1024 rows on each rank."""
-    return [*SHAPES, (1024 * num_ranks, 4096 * num_ranks, 4096), *NORM_SHAPES]
+    return [*SHAPES, (1024 * num_ranks, 4096 * num_ranks, 4096), *norms.SHAPES]
 
 
 def is_of(operation: str, shape: tuple[int, int, int]) -> bool:
@@ -99,12 +93,12 @@ def problem(operation: str, shape: tuple[int, int, int], num_ranks: int) -> str 
 
 def has(library: str, operation: str) -> bool:
     """Whether the library has the operation, for whatever shapes and dtypes."""
-    of_norm = (*WITH_RESIDUAL, "all_reduce")
     if operation == NORM:
-        return library in ("iris", "vendor", *of_norm)
+        return library in norms.LIBRARIES
     if operation == GATHER_K:
         return library in ("iris", "iris triton", "vendor", "gemm")
-    return library not in of_norm and (operation in COPIED or library not in ("iris copies", "torch", *BESIDE_RAILS))
+    of_product = library in OF_PRODUCTS or library in BESIDE_RAILS
+    return of_product and (operation in COPIED or library not in ("iris copies", "torch", *BESIDE_RAILS))
 
 
 class Row(NamedTuple):
@@ -130,10 +124,9 @@ class Row(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Of one rank: ``a [m, k]``, ``b [k, n]``, ``out``, and ``whole``: what is gathered, a product or a sum alone.
+    """Of one rank: ``a [m, k]``, ``b [k, n]``, ``out``, and ``whole``: what is gathered, or a product alone.
 
-    Of `NORM`, ``a`` are the rows, ``b`` is the weight, and ``residual`` is the same on all ranks; ``narrow`` and
-    ``row_scales`` are the result of `FP8`. Of fp8, ``factor`` is what A and B are multiplied by.
+    Of fp8, ``factor`` is what A and B are multiplied by.
     """
 
     a: torch.Tensor
@@ -141,9 +134,6 @@ class Operands(NamedTuple):
     out: torch.Tensor
     whole: torch.Tensor
     factor: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    narrow: torch.Tensor | None = None
-    row_scales: torch.Tensor | None = None
 
     def multiply(self, a: torch.Tensor, out: torch.Tensor) -> None:
         """``out = a b``, by the vendor's GEMM."""
@@ -176,11 +166,6 @@ def operands(ctx: Iris, operation: str, shape: tuple[int, int, int], dtype: torc
         return Operands(random(M, K // W), b(K, N), out(M, N), random(M, K), factor)
     if operation == "matmul_all_gather":
         return Operands(random(M // W, K), b(K, N), out(M, N), random(M // W, N, dtype=result), factor)
-    if operation == NORM:
-        a, weight = random(M, N), random(N)
-        scales = torch.empty(M, device=ctx.device)
-        narrow = torch.empty(M, N, dtype=torch.float8_e4m3fn, device=ctx.device)
-        return Operands(a, weight, out(M, N), out(M, N), None, torch.empty_like(a), narrow, scales)
     rows = M // W if operation == "matmul_reduce_scatter" else M
     return Operands(random(M, K // W), b(K // W, N), out(rows, N), random(M, N, dtype=result), factor)
 
@@ -209,22 +194,11 @@ def vendor(operation: str, x: Operands) -> Callable[[], list[Any]]:
         "matmul_all_gather": of(lambda: x.multiply(a, whole), lambda: gather(out, whole)),
         "matmul_reduce_scatter": of(lambda: x.multiply(a, whole), lambda: dist.reduce_scatter_tensor(out, whole)),
         "matmul_all_reduce": of(lambda: x.multiply(a, out), lambda: dist.all_reduce(out)),
-        NORM: of(lambda: dist.all_reduce(whole), lambda: torch.nn.functional.rms_norm(whole, b.shape, b, EPS)),
     }[operation]
 
 
 def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], object]:
     """A call of the library, which has that operation."""
-    if operation == NORM:
-        return {
-            "iris": lambda: ctx.ops.all_reduce_rms_norm(x.out, x.a, x.b, EPS),
-            "iris residual": lambda: ctx.ops.all_reduce_rms_norm(x.out, x.a, x.b, EPS, residual=x.residual),
-            FP8: lambda: ctx.ops.all_reduce_rms_norm(
-                cast(torch.Tensor, x.narrow), x.a, x.b, EPS, residual=x.residual, row_scales=x.row_scales
-            ),
-            "all_reduce": lambda: ctx.ccl.all_reduce(x.whole, x.a),
-            "vendor": vendor(operation, x),
-        }[library]
     if library in BESIDE_RAILS:
         return functools.partial(
             beside_rails, cast(OperationsOverHosts, ctx.ops), BESIDE_RAILS[library], case(ctx, operation, "iris", x)
@@ -281,44 +255,16 @@ def torchs(operation: str, x: Operands) -> Callable[[], object]:
     }[operation]
 
 
-def normalised(x: Operands, with_residual: bool) -> torch.Tensor:
-    """What `NORM` gives, in float64, of a residual that is as it was before any call. Collective over the world."""
-    assert x.residual is not None
-    x.residual.normal_(generator=torch.Generator(x.a.device).manual_seed(len(x.a)))
-    total = x.a.double()
-    dist.all_reduce(total)
-    if with_residual:
-        total += x.residual
-    return torch.nn.functional.rms_norm(total, x.b.shape, x.b.double(), EPS)
-
-
-def vendors_norm(x: Operands) -> None:
-    """The vendor's rows in ``x.out``. It adds up in place: sums of zeros stay what they are, however often."""
-    x.whole.copy_(x.a)
-    x.out.copy_(vendor(NORM, x)()[-1])
-    x.whole.zero_()
-
-
-def check(ctx: Iris, operation: str, library: str, call: Callable[[], object], x: Operands) -> Checked:
-    """What is wrong with the result of a call on this rank."""
-    if operation == NORM:
-        wanted = normalised(x, library in WITH_RESIDUAL)
-    else:
-        vendor(operation, x)()
-        wanted = x.out.to(torch.float32, copy=True)
+def check(ctx: Iris, operation: str, x: Operands, call: Callable[[], object]) -> Checked:
+    """What is wrong with the product of a call on this rank."""
+    vendor(operation, x)()
+    wanted = x.out.to(torch.float32, copy=True)
     x.out.zero_()
     ctx.barrier()
     call()
     ctx.barrier()
-    result, allowed = x.out, 0.02
-    if library == FP8:
-        assert x.narrow is not None and x.row_scales is not None
-        # The largest of a row is 448, where fp8 has steps of 32.
-        result, allowed = x.narrow.float() * x.row_scales[:, None], 0.04
-    worst = (result - wanted).abs().max().item()
-    if not worst <= allowed * wanted.abs().max().item():
-        return Checked(f"wrong result: differs by {worst:.3g}")
-    return Checked("", relative_error(result, wanted) if operation == NORM else None)
+    worst = (x.out.float() - wanted).abs().max().item()
+    return Checked("" if worst <= 0.02 * wanted.abs().max().item() else f"wrong result: differs by {worst:.3g}")
 
 
 def measure(
@@ -353,26 +299,20 @@ def _side_by_side(
     others: dict[str, optional_peers.Peer],
 ) -> list[Row]:
     """The rows of one operation with one shape."""
-    x = operands(ctx, operation, shape, dtype)
+    make, compare, nbytes = _ways(ctx, operation, shape, dtype, others)
     found: dict[str, Checked] = {}
     readied: dict[str, Any] = {}
     often: Repetitions | None = None
-    nbytes = x.a.nbytes if operation == NORM else 8 << 20
     for library in libraries:
         if not has(library, operation):
             continue
         checked = Checked("")
         call: Callable[[], object] | None = None
         try:
-            if library in others and x.residual is not None:
-                calls = others[library].all_reduce_rms_norm(library, x.out, x.a, x.b, EPS, x.residual)
-            else:
-                call = case(ctx, operation, library, x)
-                compared = functools.partial(vendors_norm, x) if (operation, library) == (NORM, "vendor") else call
-                calls = optional_peers.Calls(call, compared)
+            calls = make(library)
             call = calls.timed
-            if library in others or library.startswith("iris") or calls.checked is not call:
-                checked = check(ctx, operation, library, calls.checked, x)
+            if library.startswith("iris") or operation == NORM and library != norms.SUM:
+                checked = compare(library, calls.checked)
             else:
                 call()
         except (InvalidConfigError, SeveralHostsError) as error:
@@ -393,6 +333,30 @@ def _side_by_side(
     spent = dict(zip(readied, times, strict=True))
     name = str(dtype).removeprefix("torch.")
     return [Row(operation, *shape, name, library, spent.get(library), *checked) for library, checked in found.items()]
+
+
+def _ways(
+    ctx: Iris,
+    operation: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    others: dict[str, optional_peers.Peer],
+) -> tuple[Callable[[str], optional_peers.Calls], Callable[[str, Callable[[], object]], Checked], int]:
+    """What makes the calls of a library, what checks one, and bytes that say how often they are measured."""
+    if operation == NORM:
+        rows = norms.rows(ctx, shape, dtype)
+        return (
+            functools.partial(norms.calls, ctx, rows, others),
+            functools.partial(norms.check, ctx, rows),
+            rows.input.nbytes,
+        )
+    x = operands(ctx, operation, shape, dtype)
+
+    def make(library: str) -> optional_peers.Calls:
+        call = case(ctx, operation, library, x)
+        return optional_peers.Calls(call, call)
+
+    return make, lambda library, call: check(ctx, operation, x, call), 8 << 20
 
 
 def write(folder: Path, name: str, num_ranks: int, rows: list[Row], num_hosts: int = 1) -> None:
