@@ -4,6 +4,7 @@ Of collectives: which variant is fastest. Of fused operations: the figures that 
 `iris.bench.figures`.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -11,6 +12,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -26,7 +28,7 @@ from iris.ccl.select import Choice, Table, name_in_table, name_of_ranks
 from iris.ccl.select_over_hosts import IRIS, VENDOR
 from iris.commands.files import check_writable, written
 from iris.context import Iris, iris
-from iris.errors import FolderError
+from iris.errors import FolderError, InvalidTableError
 from iris.machine.figures import find
 from iris.machine.tables import COLLECTIVES as COLLECTIVES_FILE
 from iris.machine.tables import OPERATIONS as OPERATIONS_FILE
@@ -126,18 +128,21 @@ def measure(
     calls = iris_calls(ctx, operands, Config(comm_sms=sms))
     for name in names:
         call, key = calls[name], name_in_table(name, sms is not None)
-        picks, readied, kept = candidates(communicator, name, nbytes, sms is None), [], []
+        readied: dict[Pick, Any] = {}
+        kept = []
         often = repetitions(ctx, call, nbytes)
-        for variant, programs in picks:
+        for variant, programs in candidates(communicator, name, nbytes, sms is None):
             communicator.table = before | {key: [Choice(None, variant, programs)]}
             # Graphs need what the launches in them keep alive.
             kept.append(communicator.launches)
             communicator.forget()
-            # Compiled and loaded first, outside the graph.
-            call()
-            # In the simulator, which has no graphs, all of them are the last one.
-            readied.append(ready(ctx, call, often))
-        times = dict(zip(picks, microseconds_of_each(ctx, readied, often), strict=True))
+            # Without room for its memory, outside a graph or in one, a variant has no row. That is so on all ranks.
+            with contextlib.suppress(InvalidTableError):
+                # Compiled and loaded first, outside the graph.
+                call()
+                # In the simulator, which has no graphs, all of them are the last one.
+                readied[variant, programs] = ready(ctx, call, often)
+        times = dict(zip(readied, microseconds_of_each(ctx, list(readied.values()), often), strict=True))
         del readied, kept
         ctx.ccl.release_graphs()
         variant, programs = fastest(times)

@@ -8,6 +8,7 @@ import torch
 from patterns import assert_same_bits
 
 import iris
+from iris.bench import tune
 from iris.ccl import ReduceOp, lamport_channel
 from iris.ccl.algorithms import choose_algorithm
 from iris.ccl.call import Call
@@ -66,6 +67,20 @@ def decided(ctx):
             found += [(kib, way(kib)) for kib in sizes]
         assert comm.workspace.limit - comm.workspace.room >= nbytes(64)
         return found
+
+
+def tuned(ctx):
+    with iris.iris(4 * MIB) as own, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lamport_channel, "SHARE_OF_WORKSPACE", 1 << 40)
+        patch.setattr(lamport_channel, "ROOM_LEFT", 1)
+        table, found = own.ccl.communicator().table, {"all_reduce": {}}
+        tune.measure(own, found, ["all_reduce"], 8 << 10, None, table, lambda line: None)
+        return {variant for variant, _ in found["all_reduce"][8 << 10]}
+
+
+@pytest.mark.thorough
+def test_what_has_no_room_is_not_tuned(ranks):
+    assert ranks.run(tuned) == ranks.num_ranks * [{"two_shot", "pull"}]
 
 
 def test_who_was_first_decides_for_all_that_follow(ranks):
