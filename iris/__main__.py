@@ -167,9 +167,10 @@ def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -
     GPUs also operations.json: the figures by which fused operations are chosen, for any number of ranks. Those that
     were fitted to times of whole calls, and not measured, stay as they are.
 
-    Among ranks that torchrun started, or that this starts. The sizes are those of the collectives. Over several hosts
-    it measures Iris' steps beside the vendor's collectives; the table is for as many hosts with as many ranks, and for
-    the first rank, whose choice counts.
+    Among ranks that torchrun started, or that this starts. The sizes are those of the collectives, each twice the one
+    before; and 3/2 of one, where another variant is faster at the next. Over several hosts it measures Iris' steps
+    beside the vendor's collectives; the table is for as many hosts with as many ranks, and for the first rank, whose
+    choice counts.
     """
     requirements.check()
     from iris.bench import ranks

@@ -20,9 +20,9 @@ from iris.ccl.select import name_of_ranks
 from iris.context import iris
 from iris.errors import InvalidValueError, SeveralHostsError, UnknownChoiceError
 
-# In KiB. In the simulator a MiB takes seconds.
-SIZES_SIMULATED = (1, 8, 32, 128)
-SIZES = (*SIZES_SIMULATED, 512, 2048, 8192, 65536, 262144)
+# In the simulator a MiB takes seconds.
+SIZES_SIMULATED = tuple(KiB << 10 for KiB in (1, 8, 32, 128))
+SIZES = (*SIZES_SIMULATED, *(KiB << 10 for KiB in (512, 2048, 8192, 65536, 262144)))
 
 
 def run(
@@ -35,7 +35,10 @@ def run(
     out: Path | None,
     num_ranks: int | None,
 ) -> None:
-    """See the command's help. Starts ``num_ranks`` ranks, or is collective over those that torchrun started."""
+    """See the command's help. Starts ``num_ranks`` ranks, or is collective over those that torchrun started.
+
+    ``sizes``: in bytes.
+    """
     for name, given, possible in (
         ("--collective", collectives, measuring.COLLECTIVES),
         ("--library", libraries, measuring.LIBRARIES),
@@ -44,7 +47,7 @@ def run(
             if value not in possible:
                 raise UnknownChoiceError(name, value, possible)
     chosen = list(collectives or measuring.COLLECTIVES)
-    bytes_ = [size << 10 for size in sizes or (SIZES_SIMULATED if simulator.ACTIVE else SIZES)]
+    bytes_ = list(sizes or (SIZES_SIMULATED if simulator.ACTIVE else SIZES))
     if "RANK" not in os.environ:
         # Ranks that are started here are on one host.
         check_choice(libraries, sms, 1)
@@ -135,16 +138,22 @@ def by_default(num_hosts: int, on_gpu: bool) -> Sequence[str]:
 def figures(rows: list[measuring.Row]) -> dict[str, float]:
     """Names as in ``benchmarks/floors.json``: ``all_reduce_8KiB_us`` of Iris at its own choice."""
     return {
-        f"{row.collective}_{row.bytes >> 10}KiB_us": row.microseconds
+        f"{row.collective}_{kib(row.bytes)}KiB_us": row.microseconds
         for row in rows
         if row.library == "iris" and row.sms == 0 and row.microseconds
     }
 
 
+def kib(nbytes: int) -> str:
+    """As ``--sizes`` takes it: ``8`` or ``1.5``."""
+    return str(nbytes / 1024).removesuffix(".0")
+
+
 def show(rows: list[measuring.Row]) -> None:
-    """A table: a line a size, a column a library."""
+    """A table: a line a size, a column a library; of sums with their errors against float64."""
     libraries = list(dict.fromkeys(row.library for row in rows))
-    table = Table("collective", "KiB", "SMs", *(f"{library}, us (GB/s)" for library in libraries))
+    also = "; error" if any(row.error is not None for row in rows) else ""
+    table = Table("collective", "KiB", "SMs", *(f"{library}, us (GB/s{also})" for library in libraries))
     cells = {(row.collective, row.bytes, row.sms, row.library): row for row in rows}
     for collective, nbytes, limit in dict.fromkeys(row[0:1] + row[2:4] for row in rows):
         line = []
@@ -153,6 +162,7 @@ def show(rows: list[measuring.Row]) -> None:
             if row is None:
                 line.append("-")
             else:
-                line.append(row.reason or f"{row.microseconds:.2f} ({row.bus_GBps:.0f})")
-        table.add_row(collective, f"{nbytes / 1024:g}", str(limit or "own"), *line)
+                error = "" if row.error is None else f"; {row.error:.2g}"
+                line.append(row.reason or f"{row.microseconds:.2f} ({row.bus_GBps:.0f}{error})")
+        table.add_row(collective, kib(nbytes), str(limit or "own"), *line)
     Console(width=150).print(table)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from iris import simulator
 from iris.bench import optional_peers, peers
-from iris.bench.ranks import failure, on_any_rank
+from iris.bench.checked import Checked, of_all_ranks, relative_error
+from iris.bench.ranks import failure
 from iris.bench.repetitions import Repetitions, repetitions
 from iris.bench.report import save_rows
 from iris.bench.timing import Operands, capture, counts, do_bench, microseconds_in_turns
@@ -25,6 +26,7 @@ from iris.ccl.select import name_of_ranks
 from iris.ccl.select_over_hosts import IRIS
 from iris.context import Iris
 
+SUMS = ("all_reduce", "reduce_scatter")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 # Iris' own steps over hosts, which "iris" may leave to the vendor.
 STEPS = "iris steps"
@@ -34,7 +36,11 @@ OVER_HOSTS = ("iris", STEPS, "nccl")
 
 
 class Row(NamedTuple):
-    """One measurement. ``sms``: 0 where each library chooses. ``microseconds``: none where the reason is given."""
+    """One measurement.
+
+    ``sms``: 0 where each library chooses. ``microseconds``: none where the reason is given. ``error``: of sums of
+    floats that are checked, against float64 (`relative_error`).
+    """
 
     collective: str
     dtype: str
@@ -44,6 +50,7 @@ class Row(NamedTuple):
     microseconds: float | None
     bus_GBps: float | None
     reason: str = ""
+    error: float | None = None
 
 
 class Case(NamedTuple):
@@ -84,18 +91,16 @@ def fill(ctx: Iris, operands: Operands, nbytes: int) -> None:
 
 
 def expected(ctx: Iris, collective: str, operands: Operands) -> torch.Tensor:
-    """The result by torch.distributed, in float32 where it is a sum."""
+    """The result by torch.distributed, in float64 where it is a sum."""
     x, out, part = operands
-    if collective == "all_reduce":
-        result = x.to(torch.float32, copy=True)
+    if collective in SUMS:
+        result = x.to(torch.float64, copy=True)
         dist.all_reduce(result)
+        if collective == "reduce_scatter":
+            result = result.chunk(ctx.num_ranks)[ctx.cur_rank]
     elif collective == "all_gather":
         result = torch.empty_like(out)
         dist.all_gather_into_tensor(result, part.clone())
-    elif collective == "reduce_scatter":
-        result = x.to(torch.float32, copy=True)
-        dist.all_reduce(result)
-        result = result.chunk(ctx.num_ranks)[ctx.cur_rank]
     elif collective == "all_to_all":
         result = torch.empty_like(out)
         if simulator.ACTIVE:
@@ -110,8 +115,8 @@ def expected(ctx: Iris, collective: str, operands: Operands) -> torch.Tensor:
     return result
 
 
-def check(ctx: Iris, collective: str, operands: Operands, call: Callable[[], object], nbytes: int) -> str:
-    """An empty string if a call gives the right result; else what is wrong."""
+def check(ctx: Iris, collective: str, operands: Operands, call: Callable[[], object], nbytes: int) -> Checked:
+    """What is wrong with the result of a call on this rank."""
     fill(ctx, operands, nbytes)
     wanted = expected(ctx, collective, operands)
     if collective == "all_reduce":
@@ -120,8 +125,8 @@ def check(ctx: Iris, collective: str, operands: Operands, call: Callable[[], obj
     call()
     got = operands.part if collective == "reduce_scatter" else operands.out
     if not torch.allclose(got.float(), wanted.float(), rtol=2e-2, atol=2e-2 * ctx.num_ranks):
-        return "wrong result"
-    return ""
+        return Checked("wrong result")
+    return Checked("", relative_error(got, wanted) if collective in SUMS and got.is_floating_point() else None)
 
 
 def microseconds(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
@@ -196,36 +201,36 @@ def _measure(
                     library: _case(ctx, library, collective, heap, plain, registered, limit, groups, others)
                     for library in libraries
                 }
-                reasons: dict[str, str] = {}
+                found: dict[str, Checked] = {}
                 readied: dict[str, Any] = {}
                 often: Repetitions | None = None
                 for library, case in cases.items():
                     if case is None:
                         continue
-                    reasons[library] = "" if library == "torch" else _problem(ctx, collective, case, nbytes)
-                    if not reasons[library]:
+                    found[library] = Checked("") if library == "torch" else _checked(ctx, collective, case, nbytes)
+                    if not found[library].reason:
                         often = often or repetitions(ctx, case.call, nbytes)
                         readied[library] = ready(ctx, case.call, often, case.capturing)
                 times = [] if often is None else microseconds_of_each(ctx, list(readied.values()), often)
                 spent = dict(zip(readied, times, strict=True))
                 moved = bus_bytes(collective, heap.whole.nbytes, ctx.num_ranks)
-                for library, reason in reasons.items():
+                for library, checked in found.items():
                     speed = moved / spent[library] / 1e3 if library in spent else None
-                    yield Row(collective, name, nbytes, limit, library, spent.get(library), speed, reason)
+                    yield Row(collective, name, nbytes, limit, library, spent.get(library), speed, *checked)
                 ctx.ccl.release_graphs()
         del heap, plain, registered
         ctx.barrier()
 
 
-def _problem(ctx: Iris, collective: str, case: Case, nbytes: int) -> str:
-    """What is wrong with a call's result, or with the call, on any rank: the same on all, which go on with one case."""
+def _checked(ctx: Iris, collective: str, case: Case, nbytes: int) -> Checked:
+    """A call's result, on all ranks, which go on with one case; what fails is wrong, too."""
     try:
-        reason = check(ctx, collective, case.operands, case.checked, nbytes)
+        checked = check(ctx, collective, case.operands, case.checked, nbytes)
     except optional_peers.UnavailableError as error:
-        reason = str(error)
+        checked = Checked(str(error))
     except Exception as error:  # a peer's failure is a result too
-        reason = failure(error)
-    return on_any_rank(ctx, reason)
+        checked = Checked(failure(error))
+    return of_all_ranks(ctx, checked)
 
 
 def _case(

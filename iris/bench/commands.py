@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from iris import requirements
-from iris.bench.options import DTYPES, FACTORS, NUM_RANKS, Floors, Numbers
+from iris.bench.options import DTYPES, FACTORS, NUM_RANKS, Floors, Numbers, Sizes
 
 
 @click.group()
@@ -26,8 +26,8 @@ def bench() -> None:
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option(
     "--sizes",
-    type=Numbers(",", 1),
-    help="In KiB. If not given, 1, 8, 32 and 128, and on GPUs also 512, 2048, 8192, 65536 and 262144.",
+    type=Sizes(),
+    help="In KiB, such as 1,1.5. If not given, 1, 8, 32 and 128, and on GPUs also 512, 2048, 8192, 65536 and 262144.",
 )
 @click.option(
     "--sms",
@@ -67,9 +67,11 @@ def ccl(
     "--library",
     "libraries",
     multiple=True,
-    help="iris, 'iris triton', vendor, torch, gemm ...; and for all_reduce_rms_norm flashinfer, 'flashinfer one shot', "
-    "'flashinfer two shot' or sglang. Over several hosts also 'iris beside rails' and 'iris in turn'. If not given, "
-    "all of the first, and of the others flashinfer and sglang where they are installed.",
+    help="iris, 'iris triton', vendor, torch, gemm ...; and for all_reduce_rms_norm 'iris residual', 'iris fp8' (the "
+    "same with a factor for each row), both also as 'iris sharded' and 'iris sharded fp8' (the residual by rows), "
+    "flashinfer, 'flashinfer one shot', 'flashinfer two shot' or sglang. Over several hosts also 'iris beside rails' "
+    "and 'iris in turn'. If not given, all of the first and those of Iris, and of the others flashinfer and sglang "
+    "where they are installed.",
 )
 @click.option("--dtype", type=FACTORS, default="bfloat16", show_default=True)
 @click.option(

@@ -3,7 +3,7 @@
 All in one run, by turns, on the same random data. A shape is (M, N, K) of the whole product. For all_gather_matmul and
 matmul_all_gather each rank has M / W rows of A and N / W, or all, columns of B; for all_gather_matmul_k, which is
 all_gather_matmul with ``gather_dim="k"``, K / W columns of A and all of B; for the sums it has K / W columns of A and
-rows of B. all_reduce_rms_norm has M rows of N columns and no K. Every result of Iris and of other projects is compared
+rows of B. all_reduce_rms_norm has M rows of N columns and no K (`iris.bench.norms`). Every product of Iris is compared
 with that of the vendor once before it is timed.
 
 Of fp8 A lies by rows and B by columns, as cuBLAS takes them, the result is bf16, and the factors are 1.
@@ -18,9 +18,11 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from iris.bench import optional_peers
+from iris.bench import norms, optional_peers
+from iris.bench.checked import Checked, of_all_ranks
 from iris.bench.collectives import microseconds_of_each, ready
-from iris.bench.ranks import failure, on_any_rank
+from iris.bench.norms import NORM
+from iris.bench.ranks import failure
 from iris.bench.repetitions import Repetitions, repetitions
 from iris.bench.report import save_rows
 from iris.compat.scaled_mm import scaled_mm
@@ -34,19 +36,16 @@ from iris.ops.over_hosts import OperationsOverHosts
 
 GATHER_K = "all_gather_matmul_k"
 PRODUCTS = ("all_gather_matmul", GATHER_K, "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
-NORM = "all_reduce_rms_norm"
 OPERATIONS = (*PRODUCTS, NORM)
-# "gemm" and "all_reduce": the vendor's product, and Iris' all-reduce, alone. "iris residual": a norm with one, which
-# other projects' have as well.
-OF_IRIS = ("iris", "iris gluon", "iris triton", "iris copies", "iris residual")
+# "gemm": the vendor's product alone.
+OF_PRODUCTS = ("iris", "iris gluon", "iris triton", "iris copies", "vendor", "torch", "gemm")
 # Over several hosts, those that have a loop over these: "iris" with products that run beside rails, or by turns with
 # them, where its own choice is one of both.
 BESIDE_RAILS = {"iris beside rails": True, "iris in turn": False}
-ON_ONE_HOST = (*OF_IRIS, "vendor", "torch", "gemm", "all_reduce", *optional_peers.NAMES)
+ON_ONE_HOST = tuple(dict.fromkeys((*OF_PRODUCTS, *norms.LIBRARIES)))
 LIBRARIES = (*ON_ONE_HOST, *BESIDE_RAILS)
 # Of these, those that span hosts.
-OVER_HOSTS = (*OF_IRIS, *BESIDE_RAILS, "vendor", "gemm", "all_reduce")
-WITH_RESIDUAL = ("iris residual", *optional_peers.NAMES)
+OVER_HOSTS = tuple(library for library in LIBRARIES if library not in ("torch", *optional_peers.NAMES))
 # Layers of large models, and of one small batch.
 SHAPES = [
     (8192, 4608, 36864),
@@ -57,8 +56,6 @@ SHAPES = [
 ]
 # From the rows of a decoding step to those of a long prompt.
 SWEEP = [(1 << i, 8192, 8192) for i in range(4, 15)]
-NORM_SHAPES = [(rows, columns, 0) for columns in (4096, 8192) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
-EPS = 1e-6
 # Of which sizes each rank has its part.
 SHARED = {
     "all_gather_matmul": "MN",
@@ -74,7 +71,7 @@ NOT_AVAILABLE = "not available: "
 
 def default_shapes(num_ranks: int) -> list[tuple[int, int, int]]:
     """What is measured if nothing else is asked for; the last product is JAX's example, of 1024 rows on each rank."""
-    return [*SHAPES, (1024 * num_ranks, 4096 * num_ranks, 4096), *NORM_SHAPES]
+    return [*SHAPES, (1024 * num_ranks, 4096 * num_ranks, 4096), *norms.SHAPES]
 
 
 def is_of(operation: str, shape: tuple[int, int, int]) -> bool:
@@ -96,16 +93,19 @@ def problem(operation: str, shape: tuple[int, int, int], num_ranks: int) -> str 
 
 def has(library: str, operation: str) -> bool:
     """Whether the library has the operation, for whatever shapes and dtypes."""
-    of_norm = (*WITH_RESIDUAL, "all_reduce")
     if operation == NORM:
-        return library in ("iris", "vendor", *of_norm)
+        return library in norms.LIBRARIES
     if operation == GATHER_K:
         return library in ("iris", "iris triton", "vendor", "gemm")
-    return library not in of_norm and (operation in COPIED or library not in ("iris copies", "torch", *BESIDE_RAILS))
+    of_product = library in OF_PRODUCTS or library in BESIDE_RAILS
+    return of_product and (operation in COPIED or library not in ("iris copies", "torch", *BESIDE_RAILS))
 
 
 class Row(NamedTuple):
-    """One measurement. ``microseconds``: none where the reason is given."""
+    """One measurement.
+
+    ``microseconds``: none where the reason is given. ``error``: of `NORM` alone, against float64 (`relative_error`).
+    """
 
     operation: str
     M: int
@@ -115,6 +115,7 @@ class Row(NamedTuple):
     library: str
     microseconds: float | None
     reason: str = ""
+    error: float | None = None
 
     @property
     def failed(self) -> bool:
@@ -123,10 +124,9 @@ class Row(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Of one rank: ``a [m, k]``, ``b [k, n]``, ``out``, and ``whole``: what is gathered, a product or a sum alone.
+    """Of one rank: ``a [m, k]``, ``b [k, n]``, ``out``, and ``whole``: what is gathered, or a product alone.
 
-    Of `NORM`, ``a`` are the rows, ``b`` is the weight, and ``residual`` is the same on all ranks. Of fp8, ``factor`` is
-    what A and B are multiplied by.
+    Of fp8, ``factor`` is what A and B are multiplied by.
     """
 
     a: torch.Tensor
@@ -134,7 +134,6 @@ class Operands(NamedTuple):
     out: torch.Tensor
     whole: torch.Tensor
     factor: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
 
     def multiply(self, a: torch.Tensor, out: torch.Tensor) -> None:
         """``out = a b``, by the vendor's GEMM."""
@@ -167,10 +166,6 @@ def operands(ctx: Iris, operation: str, shape: tuple[int, int, int], dtype: torc
         return Operands(random(M, K // W), b(K, N), out(M, N), random(M, K), factor)
     if operation == "matmul_all_gather":
         return Operands(random(M // W, K), b(K, N), out(M, N), random(M // W, N, dtype=result), factor)
-    if operation == NORM:
-        a, weight = random(M, N), random(N)
-        # Calls change the residual, and rank 0 gets its own tensor back.
-        return Operands(a, weight, out(M, N), out(M, N), residual=ctx.broadcast(a, 0).clone())
     rows = M // W if operation == "matmul_reduce_scatter" else M
     return Operands(random(M, K // W), b(K // W, N), out(rows, N), random(M, N, dtype=result), factor)
 
@@ -199,19 +194,11 @@ def vendor(operation: str, x: Operands) -> Callable[[], list[Any]]:
         "matmul_all_gather": of(lambda: x.multiply(a, whole), lambda: gather(out, whole)),
         "matmul_reduce_scatter": of(lambda: x.multiply(a, whole), lambda: dist.reduce_scatter_tensor(out, whole)),
         "matmul_all_reduce": of(lambda: x.multiply(a, out), lambda: dist.all_reduce(out)),
-        NORM: of(lambda: dist.all_reduce(whole), lambda: torch.nn.functional.rms_norm(whole, b.shape, b, EPS)),
     }[operation]
 
 
 def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], object]:
     """A call of the library, which has that operation."""
-    if operation == NORM:
-        return {
-            "iris": lambda: ctx.ops.all_reduce_rms_norm(x.out, x.a, x.b, EPS),
-            "iris residual": lambda: ctx.ops.all_reduce_rms_norm(x.out, x.a, x.b, EPS, residual=x.residual),
-            "all_reduce": lambda: ctx.ccl.all_reduce(x.whole, x.a),
-            "vendor": vendor(operation, x),
-        }[library]
     if library in BESIDE_RAILS:
         return functools.partial(
             beside_rails, cast(OperationsOverHosts, ctx.ops), BESIDE_RAILS[library], case(ctx, operation, "iris", x)
@@ -268,24 +255,16 @@ def torchs(operation: str, x: Operands) -> Callable[[], object]:
     }[operation]
 
 
-def check(ctx: Iris, operation: str, library: str, call: Callable[[], object], x: Operands) -> str:
-    """An empty string if a call gives what the vendor does; else what is wrong."""
-    if operation == NORM:
-        x.whole.copy_(x.a)
-        if library in WITH_RESIDUAL and x.residual is not None and ctx.cur_rank == 0:
-            x.whole.add_(x.residual)  # so the vendor's sum has it once
-        wanted = vendor(operation, x)()[-1].float()
-        x.whole.zero_()  # whose sums stay what they are, however often they are formed
-    else:
-        vendor(operation, x)()
-        wanted = x.out.to(torch.float32, copy=True)
+def check(ctx: Iris, operation: str, x: Operands, call: Callable[[], object]) -> Checked:
+    """What is wrong with the product of a call on this rank."""
+    vendor(operation, x)()
+    wanted = x.out.to(torch.float32, copy=True)
     x.out.zero_()
     ctx.barrier()
     call()
     ctx.barrier()
-    bound = 0.02 * wanted.abs().max().item()
     worst = (x.out.float() - wanted).abs().max().item()
-    return "" if worst <= bound else f"wrong result: differs by {worst:.3g}"
+    return Checked("" if worst <= 0.02 * wanted.abs().max().item() else f"wrong result: differs by {worst:.3g}")
 
 
 def measure(
@@ -320,37 +299,32 @@ def _side_by_side(
     others: dict[str, optional_peers.Peer],
 ) -> list[Row]:
     """The rows of one operation with one shape."""
-    x = operands(ctx, operation, shape, dtype)
-    reasons: dict[str, str] = {}
+    make, compare, nbytes = _ways(ctx, operation, shape, dtype, others)
+    found: dict[str, Checked] = {}
     readied: dict[str, Any] = {}
     often: Repetitions | None = None
-    nbytes = x.a.nbytes if operation == NORM else 8 << 20
     for library in libraries:
         if not has(library, operation):
             continue
-        reason = ""
+        checked = Checked("")
         call: Callable[[], object] | None = None
         try:
-            if library in others and x.residual is not None:
-                calls = others[library].all_reduce_rms_norm(library, x.out, x.a, x.b, EPS, x.residual)
-            else:
-                call = case(ctx, operation, library, x)
-                calls = optional_peers.Calls(call, call)
+            calls = make(library)
             call = calls.timed
-            if library in others or library.startswith("iris"):
-                reason = check(ctx, operation, library, calls.checked, x)
+            if library.startswith("iris") or operation == NORM and library != norms.SUM:
+                checked = compare(library, calls.checked)
             else:
                 call()
         except (InvalidConfigError, SeveralHostsError) as error:
             # Of the configuration that stands for a library; one that Iris chose itself has to do.
-            reason = f"{'' if library == 'iris' else NOT_AVAILABLE}{error}"
+            checked = Checked(f"{'' if library == 'iris' else NOT_AVAILABLE}{error}")
         except optional_peers.UnavailableError as error:
-            reason = f"{NOT_AVAILABLE}{error}"
+            checked = Checked(f"{NOT_AVAILABLE}{error}")
         except Exception as error:  # a peer's failure is a result too
-            reason = failure(error)
+            checked = Checked(failure(error))
         # One rank's failure is everybody's, so that all go on with the same case.
-        reasons[library] = on_any_rank(ctx, reason)
-        if call is not None and not reasons[library]:
+        found[library] = of_all_ranks(ctx, checked)
+        if call is not None and not found[library].reason:
             # At once, as a graph takes over the memory of the call before it.
             capturing = others[library].capturing if library in others else nullcontext
             often = often or repetitions(ctx, call, nbytes)
@@ -358,7 +332,31 @@ def _side_by_side(
     times = [] if often is None else microseconds_of_each(ctx, list(readied.values()), often)
     spent = dict(zip(readied, times, strict=True))
     name = str(dtype).removeprefix("torch.")
-    return [Row(operation, *shape, name, library, spent.get(library), reason) for library, reason in reasons.items()]
+    return [Row(operation, *shape, name, library, spent.get(library), *checked) for library, checked in found.items()]
+
+
+def _ways(
+    ctx: Iris,
+    operation: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    others: dict[str, optional_peers.Peer],
+) -> tuple[Callable[[str], optional_peers.Calls], Callable[[str, Callable[[], object]], Checked], int]:
+    """What makes the calls of a library, what checks one, and bytes that say how often they are measured."""
+    if operation == NORM:
+        rows = norms.rows(ctx, shape, dtype)
+        return (
+            functools.partial(norms.calls, ctx, rows, others),
+            functools.partial(norms.check, ctx, rows),
+            rows.input.nbytes,
+        )
+    x = operands(ctx, operation, shape, dtype)
+
+    def make(library: str) -> optional_peers.Calls:
+        call = case(ctx, operation, library, x)
+        return optional_peers.Calls(call, call)
+
+    return make, lambda library, call: check(ctx, operation, x, call), 8 << 20
 
 
 def write(folder: Path, name: str, num_ranks: int, rows: list[Row], num_hosts: int = 1) -> None:

@@ -134,9 +134,14 @@ def figures(rows: list[measuring.Row]) -> dict[str, float]:
 
 
 def show(rows: list[measuring.Row]) -> None:
-    """A table: a line a shape, a column a library; and below it why a library does not take a shape or dtype."""
+    """A table: a line a shape, a column a library; and below it why a library does not take a shape or dtype.
+
+    Errors against float64 stand in brackets, where there are any.
+    """
     libraries = list(dict.fromkeys(row.library for row in rows))
-    table = Table("operation", "M, N, K", *(f"{library}, us" for library in libraries))
+    with_error = {row.library for row in rows if row.error is not None}
+    columns = (f"{library}, us (error)" if library in with_error else f"{library}, us" for library in libraries)
+    table = Table("operation", "M, N, K", *columns)
     cells = {(row[:4], row.library): row for row in rows}
     for case in dict.fromkeys(row[:4] for row in rows):
         line = []
@@ -145,7 +150,8 @@ def show(rows: list[measuring.Row]) -> None:
             if row is None or row.reason and not row.failed:
                 line.append("-")
             else:
-                line.append(row.reason or f"{row.microseconds:.1f}")
+                error = "" if row.error is None else f" ({row.error:.2g})"
+                line.append(row.reason or f"{row.microseconds:.1f}{error}")
         table.add_row(case[0], ", ".join(str(size) for size in case[1:] if size), *line)
     console = Console(width=150)
     console.print(table)

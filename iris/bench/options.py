@@ -53,6 +53,30 @@ class Rate(click.ParamType):
         return rate
 
 
+class Sizes(click.ParamType):
+    """Numbers of KiB with commas between, such as ``1,1.5``; as whole numbers of bytes."""
+
+    MOST = (1 << 31) - 1
+
+    name = "sizes"
+
+    def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> tuple:
+        if isinstance(value, tuple):
+            return value
+        try:
+            nbytes = [1024 * float(number) for number in str(value).split(",")]
+        except ValueError:
+            nbytes = [math.nan]
+        if not all(1 <= each <= 1024 * self.MOST and each.is_integer() for each in nbytes):
+            self.fail(
+                f"{value!r:.60} is not possible; it takes numbers of KiB with ',' between, of whole bytes, up to "
+                f"{self.MOST}.",
+                parameter,
+                context,
+            )
+        return tuple(map(int, nbytes))
+
+
 class Numbers(click.ParamType):
     """Whole numbers with a separator between them, each of which is ``least`` or more, and no more than `MOST`."""
 

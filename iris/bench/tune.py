@@ -4,11 +4,15 @@ Of collectives: which variant is fastest. Of fused operations: the figures that 
 `iris.bench.figures`.
 """
 
+import contextlib
+import itertools
 import json
 import math
 import operator
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -24,7 +28,7 @@ from iris.ccl.select import Choice, Table, name_in_table, name_of_ranks
 from iris.ccl.select_over_hosts import IRIS, VENDOR
 from iris.commands.files import check_writable, written
 from iris.context import Iris, iris
-from iris.errors import FolderError
+from iris.errors import FolderError, InvalidTableError
 from iris.machine.figures import find
 from iris.machine.tables import COLLECTIVES as COLLECTIVES_FILE
 from iris.machine.tables import OPERATIONS as OPERATIONS_FILE
@@ -40,6 +44,8 @@ MARGIN = 1.03
 
 Pick = tuple[str, int | None]
 """A variant, and the programs it runs with (None: its own default)."""
+Measured = dict[int, dict[Pick, float]]
+"""Microseconds of every pick, by bytes."""
 
 
 def chosen_by(size: int, collective: str, nbytes: int) -> int:
@@ -93,35 +99,70 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
     table: Table = {}
     try:
         for sms in (None, FEW_SMS):
-            found: dict[str, list[tuple[int, dict[Pick, float]]]] = {name: [] for name in COLLECTIVES}
+            found: dict[str, Measured] = {name: {} for name in COLLECTIVES}
             for nbytes in sizes:
-                operands = Operands(*(ctx.randn(n, dtype=torch.bfloat16) for n in counts(nbytes, 2, ctx.num_ranks)))
-                for name, call in iris_calls(ctx, operands, Config(comm_sms=sms)).items():
-                    key = name_in_table(name, sms is not None)
-                    picks, readied, kept = candidates(communicator, name, nbytes, sms is None), [], []
-                    often = repetitions(ctx, call, nbytes)
-                    for variant, programs in picks:
-                        communicator.table = before | {key: [Choice(None, variant, programs)]}
-                        # Graphs need what the launches in them keep alive.
-                        kept.append(communicator.launches)
-                        communicator.forget()
-                        # Compiled and loaded first, outside the graph.
-                        call()
-                        # In the simulator, which has no graphs, all of them are the last one.
-                        readied.append(ready(ctx, call, often))
-                    times = dict(zip(picks, microseconds_of_each(ctx, readied, often), strict=True))
-                    del readied, kept
-                    ctx.ccl.release_graphs()
-                    variant, programs = min(times, key=times.__getitem__)
-                    fastest = f"{variant}, {programs or 'default'} programs, {times[variant, programs]:.2f} us"
-                    report(f"{key}, {nbytes} bytes: {fastest}")
-                    found[name].append((chosen_by(ctx.num_ranks, name, nbytes), times))
-            for name, times_by_size in found.items():
-                table[name_in_table(name, sms is not None)] = rows(cheapest(times_by_size), before[name])
+                measure(ctx, found, COLLECTIVES, nbytes, sms, before, report)
+            for nbytes, names in between(found).items():
+                measure(ctx, found, names, nbytes, sms, before, report)
+            for name, measured in found.items():
+                limits = [(chosen_by(ctx.num_ranks, name, nbytes), measured[nbytes]) for nbytes in sorted(measured)]
+                table[name_in_table(name, sms is not None)] = rows(cheapest(limits), before[name])
     finally:
         communicator.table = before
         communicator.forget()
     return table
+
+
+def measure(
+    ctx: Iris,
+    found: dict[str, Measured],
+    names: Sequence[str],
+    nbytes: int,
+    sms: int | None,
+    before: Table,
+    report: Callable[[str], None],
+) -> None:
+    """Put what each pick of these collectives takes into ``found``. It leaves another table with the communicator."""
+    communicator = ctx.ccl.communicator()
+    operands = Operands(*(ctx.randn(n, dtype=torch.bfloat16) for n in counts(nbytes, 2, ctx.num_ranks)))
+    calls = iris_calls(ctx, operands, Config(comm_sms=sms))
+    for name in names:
+        call, key = calls[name], name_in_table(name, sms is not None)
+        readied: dict[Pick, Any] = {}
+        kept = []
+        often = repetitions(ctx, call, nbytes)
+        for variant, programs in candidates(communicator, name, nbytes, sms is None):
+            communicator.table = before | {key: [Choice(None, variant, programs)]}
+            # Graphs need what the launches in them keep alive.
+            kept.append(communicator.launches)
+            communicator.forget()
+            # Without room for its memory, outside a graph or in one, a variant has no row. That is so on all ranks.
+            with contextlib.suppress(InvalidTableError):
+                # Compiled and loaded first, outside the graph.
+                call()
+                # In the simulator, which has no graphs, all of them are the last one.
+                readied[variant, programs] = ready(ctx, call, often)
+        times = dict(zip(readied, microseconds_of_each(ctx, list(readied.values()), often), strict=True))
+        del readied, kept
+        ctx.ccl.release_graphs()
+        variant, programs = fastest(times)
+        report(f"{key}, {nbytes} bytes: {variant}, {programs or 'default'} programs, {times[variant, programs]:.2f} us")
+        found[name][nbytes] = times
+
+
+def fastest(times: dict[Pick, float]) -> Pick:
+    return min(times, key=times.__getitem__)
+
+
+def between(found: dict[str, Measured]) -> dict[int, list[str]]:
+    """Sizes that are 3/2 of a measured one, with the collectives of which another variant is fastest at the next."""
+    wanted: dict[int, list[str]] = defaultdict(list)
+    for name, measured in found.items():
+        for size, larger in itertools.pairwise(measured):
+            middle = size * 3 // 2
+            if fastest(measured[size])[0] != fastest(measured[larger])[0] and size < middle < larger:
+                wanted[middle].append(name)
+    return wanted
 
 
 def tune_over_hosts(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:

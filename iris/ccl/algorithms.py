@@ -8,15 +8,15 @@
 | `exchange_v` | all_to_all_v | | 1 | any | always |
 | `deal`, `pull` | broadcast | | 3 | any | by table |
 | `one_shot` | all_reduce, reduce_scatter | floats, any operation | 2 | a share of the workspace | by table |
-| `two_shot_push` | all_reduce | floats, any operation | 2 | a share of the workspace | by table |
+| `two_shot_push` | all_reduce | floats, any operation | 2 | a larger one, while there is room | by table |
 | `two_shot`, `pull` | all_reduce, reduce_scatter | all | 1 | any | by table |
 | `two_shot` | reduce | all | 1 | any | always |
 | `ring` | all_reduce | all | 1 | any | on request |
 | `atomic`, `spinlock` | all_reduce | SUM, AVG, PREMUL_SUM of numbers | 1 | any | on request |
 
 Each algorithm's file defines its own rows (`ALGORITHMS`). "By table": `iris.ccl.select` has the tables, which say what
-is fastest up to how many bytes. Of their rows the first is taken whose algorithm carries the call. The choice depends
-on nothing that may differ between ranks.
+is fastest up to how many bytes. Of their rows the first is taken whose algorithm carries the call, and has room for it.
+The choice depends on nothing that may differ between ranks.
 """
 
 from iris.ccl import (
@@ -88,6 +88,9 @@ def choose_algorithm(call: Call) -> tuple[Algorithm, int | None]:
         and not any(getattr(config, field) for field in each.unless)
     }
     choice = choose(comm.table, call.collective, call.table_bytes, config, possible)
+    has_room = found[choice.variant].has_room
+    if has_room is not None and not has_room(call, choice.programs):
+        choice = choose(comm.table, call.collective, call.table_bytes, config, possible - {choice.variant})
     return found[choice.variant], choice.programs
 
 

@@ -93,6 +93,9 @@ class Algorithm:
     min_ranks : int
     fits : callable
         Whether it carries ``(comm, collective, nbytes)``, where ``nbytes`` is `Call.table_bytes`. None: any size.
+    has_room : callable
+        Whether there is memory for a call that fits, with at most so many programs. Asked where this algorithm would be
+        chosen, and if there is, it is. None: always.
     unless : tuple of str
         Fields of `Config` that it could not follow: where one is set, another algorithm is chosen.
     on_request : bool
@@ -110,6 +113,7 @@ class Algorithm:
     ops: frozenset[str] | None = None
     min_ranks: int = 1
     fits: Callable[[Communicator, str, int], bool] | None = None
+    has_room: Callable[[Call, int | None], bool] | None = None
     unless: tuple[str, ...] = ()
     on_request: bool = False
     in_rank_order: bool = True

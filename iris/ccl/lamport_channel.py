@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from iris.ccl.call import Call
 from iris.ccl.communicator import Communicator, power_of_two
 from iris.language.target import threads_per_warp
 
@@ -13,8 +14,12 @@ BLOCK_BYTES = 8192
 WARP_BYTES = 512
 # Slots of a channel: see `iris.ccl.one_shot`.
 SLOTS = tl.constexpr(3)
-# A channel is several times as large as the tensor, and each stream has one. So it may take this fraction (1/16).
+# A channel is several times as large as the tensor, and each stream has one. So it may take this fraction (1/16) of the
+# group's memory in any case.
 SHARE_OF_WORKSPACE = 16
+# In two steps it may take a fifth, as long as a quarter stays free for others then: an H200, whose groups have 1.1 GiB,
+# has room for tensors of up to 32 MiB, and its table pushes those of up to 16 MiB, in 96 MiB.
+SHARE_WITH_ROOM, ROOM_LEFT = 5, 4
 
 
 def part_bytes(size: int, share: int, programs: int) -> int:
@@ -55,4 +60,29 @@ def fits(comm: Communicator, collective: str, nbytes: int, steps: int) -> bool:
     """Whether a call does not take more than its share of the group's memory."""
     nbytes = nbytes // comm.size if collective == "reduce_scatter" else nbytes
     needed = channel_layout(comm.size, steps, nbytes, 2 * comm.num_sms).nbytes
-    return needed <= comm.workspace.limit // SHARE_OF_WORKSPACE
+    return needed <= comm.workspace.limit // (SHARE_OF_WORKSPACE if steps == 1 else SHARE_WITH_ROOM)
+
+
+class CallChannel(NamedTuple):
+    """The memory of one call, and of others of similar size. ``name``: of it in `iris.runtime.workspace`."""
+
+    name: str
+    layout: ChannelLayout
+
+
+def call_channel(call: Call, max_programs: int | None, steps: int) -> CallChannel:
+    """Of a sum in so many steps, by at most ``max_programs`` programs (None: two on a multiprocessor)."""
+    # Of what each rank wants. In reduce_scatter that is another part of the input for each.
+    nbytes = call.elements.number_in(call.output) * call.elements.dtype.itemsize
+    layout = channel_layout(call.comm.size, steps, nbytes, max_programs or 2 * call.comm.num_sms)
+    name = f"push of {layout.max_blocks} blocks of {layout.part} bytes in {steps} steps of all_reduce or reduce_scatter"
+    return CallChannel(name, layout)
+
+
+def has_room(call: Call, max_programs: int | None, steps: int) -> bool:
+    """Whether there is memory for a call that `fits`. The first one of each channel decides for all that follow it."""
+    workspace = call.comm.workspace
+    name, layout = call_channel(call, max_programs, steps)
+    if layout.nbytes <= workspace.limit // SHARE_OF_WORKSPACE:
+        return True
+    return workspace.admits(name, call.line, layout.nbytes, left=workspace.limit // ROOM_LEFT)

@@ -49,7 +49,7 @@ from iris.ccl.combine import accumulate, accumulator, finalize
 from iris.ccl.communicator import Launch
 from iris.ccl.kernel_arguments import LamportChannel
 from iris.ccl.kernel_launch import INTEGERS, fitting, kernel_launch
-from iris.ccl.lamport_channel import SLOTS, WARP_BYTES, channel_layout, fits
+from iris.ccl.lamport_channel import SLOTS, WARP_BYTES, call_channel, fits
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
@@ -245,12 +245,10 @@ def launch_one_shot(call: Call, max_programs: int | None) -> Launch:
 def launch_arguments(call: Call, max_programs: int | None, steps: int) -> dict[str, Any]:
     """Programs, warps, and the arguments that this kernel and `iris.ccl.two_shot_push` have."""
     comm, (dtype, _, op) = call.comm, call.elements
-    # Of what each rank wants. In reduce_scatter that is another part of the input for each.
     n = call.elements.number_in(call.output)
     max_programs = max_programs or 2 * comm.num_sms
-    layout = channel_layout(comm.size, steps, n * dtype.itemsize, max_programs)
-    use = f"push of {layout.max_blocks} blocks of {layout.part} bytes in {steps} steps of all_reduce or reduce_scatter"
-    channel = comm.workspace.channel(use, call.line, layout.nbytes, layout.epochs)
+    name, layout = call_channel(call, max_programs, steps)
+    channel = comm.workspace.channel(name, call.line, layout.nbytes, layout.epochs)
     part = layout.part // dtype.itemsize
     blocks = -(-n // (part if steps == 1 else part * comm.size))
     # No more warps than there is data for: on AMD they poll together.
@@ -275,6 +273,7 @@ def launch_arguments(call: Call, max_programs: int | None, steps: int) -> dict[s
 # Dtypes whose elements can be their own flags: all ones are a NaN (`iris.language.lamport`).
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2
 LAMPORT = frozenset(FLOATS)
+LIMITS = "is for floating-point tensors, whose elements can be their own flags"
 
 ALGORITHMS = (
     Algorithm(
@@ -284,6 +283,6 @@ ALGORITHMS = (
         dtypes=LAMPORT,
         min_ranks=2,
         fits=functools.partial(fits, steps=1),
-        limits="is for floating-point tensors, whose elements can be their own flags",
+        limits=LIMITS,
     ),
 )

@@ -12,7 +12,8 @@ A program does each step for all of its blocks before the next: with two waits a
 with. (In passes of some blocks, with a fence between them, a slot would do for tensors of any size. On 2 H200 that took
 as long as `iris.ccl.pull`, 49 us for 12 MiB and 207 for 64, so there are none.)
 
-(`iris.ccl.two_shot` is another algorithm, for any size and type. This one's memory is six times the tensor.)
+(`iris.ccl.two_shot` is another algorithm, for any size and type. This one's memory is six times the tensor: see
+`iris.ccl.lamport_channel` for how large that may be.)
 
 Reuse: as in `iris.ccl.one_shot`. A rank without a part, beyond the end of the tensor, sends no sum. But it has
 contributed to rank 0's, which all receive.
@@ -25,8 +26,8 @@ import triton.language as tl
 from iris.ccl.call import Algorithm, Call
 from iris.ccl.communicator import Launch, power_of_two
 from iris.ccl.kernel_launch import kernel_launch
-from iris.ccl.lamport_channel import fits
-from iris.ccl.one_shot import LAMPORT, launch_arguments, peers, push, recv_and_reduce, recycle_slot, region
+from iris.ccl.lamport_channel import fits, has_room
+from iris.ccl.one_shot import LAMPORT, LIMITS, launch_arguments, peers, push, recv_and_reduce, recycle_slot, region
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
 from iris.language.flat import flat
@@ -108,5 +109,7 @@ ALGORITHMS = (
         dtypes=LAMPORT,
         min_ranks=2,
         fits=functools.partial(fits, steps=2),
+        has_room=functools.partial(has_room, steps=2),
+        limits=LIMITS,
     ),
 )

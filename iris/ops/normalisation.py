@@ -9,7 +9,7 @@ from iris.arg_parser import real
 from iris.ccl import Config
 from iris.ccl.checks import compare_calls
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
-from iris.ccl.lamport_channel import SHARE_OF_WORKSPACE, SLOTS
+from iris.ccl.lamport_channel import ROOM_LEFT, SHARE_OF_WORKSPACE, SLOTS
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.select import choose
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
@@ -29,8 +29,6 @@ SMALLEST_PIECE, SMALLEST_PART = 256, 128
 # Columns of a row at most: one program's registers hold it.
 MOST_COLUMNS = 32768
 MOST_WARPS = 8
-# Of the group's memory, the part that stays free for others.
-ROOM_LEFT = 4
 # Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
 # "Compute Capabilities": 65536 registers). A launch has half of the warps; or a third, if the next launch of its stream
 # may take places before its turn: see `iris.ccl.kernel_launch.ALL_REGISTERS`.
@@ -41,6 +39,10 @@ REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
 # all, and of two warps each takes an eighth of a multiprocessor's registers at most, a warp a quarter of a partition's,
 # which collectives leave in each of the four (`iris.ccl.kernel_launch.MOST_REGISTERS`).
 CLUSTER_BYTES, CLUSTER_WARPS = 256, 2
+
+# Who keeps the residual: every rank all of it; or each rank the rows that it owns, one W-th of them, by rank.
+REPLICATED, SHARDED = "replicated", "sharded"
+LAYOUTS = (REPLICATED, SHARDED)
 
 # The variants of all_reduce that have a kernel of their own here, and the steps of each.
 STEPS = {"one_shot": 1, "two_shot_push": 2}
@@ -67,10 +69,10 @@ class NormCall(NamedTuple):
     def rows(self) -> int:
         return self.input.numel() // self.columns
 
-    def check(self, device: torch.device) -> None:
-        """Raise unless this can be computed on ``device``."""
+    def check(self, device: torch.device, owners: int = 1) -> None:
+        """Raise unless this can be computed on ``device``. ``owners``: how many ranks share the residual."""
         check_devices("all_reduce_rms_norm", self.given(), device)
-        problem = self._problem()
+        problem = self._problem(owners)
         if problem:
             raise InvalidCollectiveError(f"all_reduce_rms_norm() with {described(self.given())}: {problem}.")
 
@@ -79,15 +81,22 @@ class NormCall(NamedTuple):
         needed = ("out", "input", "weight")
         return {role: tensor for role, tensor in self._asdict().items() if tensor is not None or role in needed}
 
-    def _problem(self) -> str | None:
+    def _problem(self, owners: int) -> str | None:
         """What is wrong, in words."""
         x, columns = self.input, self.columns
         if self.weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != columns or not 0 < columns <= MOST_COLUMNS:
             return f"weight has one dimension, of as many elements as a row of input has, 1 to {MOST_COLUMNS}"
         if x.dtype not in WIDE or self.weight.dtype not in WIDE:
             return "input and weight are fp16, bf16 or fp32"
+        if self.rows % owners:
+            return f"{owners} ranks cannot own equal parts of {self.rows} rows; give a multiple"
         for role, tensor in (("out", self.out), ("residual", self.residual)):
-            if tensor is not None and (tensor.shape != x.shape or not tensor.is_contiguous()):
+            if tensor is None:
+                continue
+            if role == "residual" and owners > 1:
+                if tensor.shape != (self.rows // owners, columns) or not tensor.is_contiguous():
+                    return f"a residual that is sharded has shape {[self.rows // owners, columns]}, and is contiguous"
+            elif tensor.shape != x.shape or not tensor.is_contiguous():
                 return f"{role} has the shape of input, and is contiguous"
         if self.residual is not None and self.residual.dtype not in WIDE:
             return "the residual is fp16, bf16 or fp32"
@@ -129,6 +138,14 @@ class NormCall(NamedTuple):
     def largest(self) -> float:
         """What ``out`` can hold, if it is of fp8."""
         return torch.finfo(self.out.dtype).max if self.out.dtype in NARROW else 0.0
+
+    def owned(self, rank: int, owners: int) -> "NormCall":
+        """Of the rows that a rank owns of so many, with their sums as ``input``: where these are to be put."""
+        rows = slice(rank * self.rows // owners, (rank + 1) * self.rows // owners)
+        out = self.out.view(-1, self.columns)[rows]
+        sums = out if out.dtype == self.input.dtype else torch.empty_like(out, dtype=self.input.dtype)
+        scales = None if self.row_scales is None else self.row_scales.view(-1)[rows]
+        return self._replace(out=out, input=sums, row_scales=scales)
 
     def tensors(self, input: torch.Tensor) -> NormTensors:
         """For kernels: with ``input``, or the sums that are there already."""
@@ -209,8 +226,10 @@ class AllReduceRmsNorm:
         self._used = False
         self._launches: dict[tuple, Launch] = {}
 
-    def __call__(self, call: NormCall, eps: float) -> None:
-        call.check(self._context.device)
+    def __call__(self, call: NormCall, eps: float, layout: str = REPLICATED) -> None:
+        """``layout``: one of `LAYOUTS`."""
+        owners = self._context.num_ranks if layout == SHARDED else 1
+        call.check(self._context.device, owners)
         eps = eps if eps.__class__ is float else real("eps", eps)
         if not call.out.numel():
             return
@@ -222,11 +241,14 @@ class AllReduceRmsNorm:
         if capturing and not self._used:
             raise FirstUseInCaptureError("all_reduce_rms_norm()")
         if DEBUGGING and not capturing:
-            said = f"all_reduce_rms_norm() with {described(call.given())}, eps={eps}"
+            said = f"all_reduce_rms_norm() with {described(call.given())}, eps={eps}, residual_layout={layout!r}"
             compare_calls(self._context._world.group, said)
         self._used = True
         # Numbers of rows share memory and launches up to the next power of two.
         line = self._context._workspaces[None].line(stream, True) if capturing else stream
+        if owners > 1:
+            self._by_owners(call, eps, stream)
+            return
         key = (power_of_two(call.rows), *call.kind(), line)
         if key not in self._launches:
             remember(self._launches, key, self._prepare(call, line))
@@ -299,25 +321,47 @@ class AllReduceRmsNorm:
         enqueue.keeps_alive = norm_channel  # type: ignore[attr-defined]
         return enqueue
 
+    def _by_owners(self, call: NormCall, eps: float, stream: int | None) -> None:
+        """Each rank adds up and normalises the rows that it owns, and sends all ranks what these become."""
+        ccl = self._context.ccl
+        owned = call.owned(self._context.cur_rank, self._context.num_ranks)
+        ccl.reduce_scatter(owned.input, call.input)
+        key = (SHARDED, power_of_two(owned.rows), *owned.kind())
+        if key not in self._launches:
+            remember(self._launches, key, self._of_sums(owned))
+        self._launches[key](owned, eps, stream)
+        ccl.all_gather(call.out.view(-1, call.columns), owned.out)
+        if call.row_scales is not None and owned.row_scales is not None:
+            ccl.all_gather(call.row_scales.view(-1), owned.row_scales)
+
     def _behind_all_reduce(self, call: NormCall) -> Launch:
         """Of many rows: the sums, and a kernel that normalises them."""
-        columns = power_of_two(call.columns)
-        constants = {"H": call.columns, "ROW": columns, "LARGEST": call.largest()}
 
         def room(given: NormCall) -> torch.Tensor:
             return given.out if given.out.dtype == given.input.dtype else torch.empty_like(given.input)
 
-        most = 2 * self._context.get_cu_count() if self._on_gpu else SIMULATED_PROGRAMS
-        warps = max(1, min(MOST_WARPS, columns * call.input.itemsize // (16 * threads_per_warp())))
-        grid = (min(power_of_two(call.rows), most), 1, 1)
-        # It waits for the sums, which may be of a launch that lets the next one begin, and takes what places there are.
-        arguments = by_name(rms_norm, tensors=call.tensors(room(call)), rows=call.rows, eps=0.5, **constants)
-        launch = prepare(rms_norm, grid, *arguments, early=False, num_warps=warps)
+        normalise = self._of_sums(call._replace(input=room(call)))
 
         def enqueue(given: NormCall, eps: float, stream: int | None) -> None:
             total = room(given)
             self._context.ccl.all_reduce(total, given.input)
-            (tensors,) = addresses((given.tensors(total),))
+            normalise(given._replace(input=total), eps, stream)
+
+        return enqueue
+
+    def _of_sums(self, call: NormCall) -> Launch:
+        """A kernel that normalises rows whose sums are the input."""
+        columns = power_of_two(call.columns)
+        constants = {"H": call.columns, "ROW": columns, "LARGEST": call.largest()}
+        most = 2 * self._context.get_cu_count() if self._on_gpu else SIMULATED_PROGRAMS
+        warps = max(1, min(MOST_WARPS, columns * call.input.itemsize // (16 * threads_per_warp())))
+        grid = (min(power_of_two(call.rows), most), 1, 1)
+        # It waits for the sums, which may be of a launch that lets the next one begin, and takes what places there are.
+        arguments = by_name(rms_norm, tensors=call.tensors(call.input), rows=call.rows, eps=0.5, **constants)
+        launch = prepare(rms_norm, grid, *arguments, early=False, num_warps=warps)
+
+        def enqueue(given: NormCall, eps: float, stream: int | None) -> None:
+            (tensors,) = addresses((given.tensors(given.input),))
             launch(stream, by_name(rms_norm, tensors=tensors, rows=given.rows, eps=eps, **constants))
 
         return enqueue

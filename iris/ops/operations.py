@@ -25,7 +25,7 @@ from iris.ops.choose import allows_tf32, choose, figures_for
 from iris.ops.config import FusedConfig
 from iris.ops.experts_mlp import ExpertsMlp, MlpCall
 from iris.ops.kernel import most_programs
-from iris.ops.normalisation import AllReduceRmsNorm, NormCall
+from iris.ops.normalisation import LAYOUTS, AllReduceRmsNorm, NormCall
 from iris.ops.workspaces import Workspaces
 from iris.runtime.launch import remember
 
@@ -212,6 +212,7 @@ class Operations:
         residual: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
+        residual_layout: str = "replicated",
         async_op: bool = False,
     ) -> Work | None:
         """``x = residual + sum of all ranks' input``; ``out = x / sqrt(mean(x * x) + eps) * weight``, row by row.
@@ -223,11 +224,19 @@ class Operations:
         An ``out`` of fp8 is saturated. It may be divided by ``scale``, one float32 on the device; or each row by the
         largest of its absolute values over the largest number of the dtype, which is stored in ``row_scales``, float32,
         one a row. Out and residual are contiguous. Either may be ``input`` itself, which is written over then.
+
+        With ``residual_layout="sharded"`` each rank keeps a W-th of the rows of the residual, ``[rows / W, H]``: rank 0
+        the first. It adds up and normalises these rows and sends the results, so an ``out`` of fp8 takes less of the
+        link. For many rows, as it is a reduce_scatter, a kernel and an all_gather. `UnknownChoiceError` for another
+        layout than this and "replicated".
         """
+        if residual_layout not in LAYOUTS:
+            raise UnknownChoiceError("residual_layout", residual_layout, LAYOUTS)
         self._context.heap.check_open()
         self._abort_flag.check()
         try:
-            self._all_reduce_rms_norm(NormCall(out, input, weight, residual, scale, row_scales), eps)
+            call = NormCall(out, input, weight, residual, scale, row_scales)
+            self._all_reduce_rms_norm(call, eps, residual_layout)
         except BaseException as error:
             self._abort_flag.interrupted("all_reduce_rms_norm", error)
             raise

@@ -41,8 +41,8 @@ from iris.world import Group, World
 # hence one compiled specialisation.
 ALIGNMENT = 1024
 
-# A 128th of the device's memory at most: 1.1 GiB of an H200. The largest channels have 32 MiB, or a 16th of it for
-# pushed sums.
+# A 128th of the device's memory at most: 1.1 GiB of an H200. The largest channels have 32 MiB, or for pushed sums a
+# 16th of it, and while there is room a fifth.
 SHARE_OF_MEMORY = 128
 # A block has so many bytes at least, and no more than the largest beyond what is needed at once. Memory of the host
 # takes no room until it is used.
@@ -79,6 +79,7 @@ class Workspace:
         self.limit = min(group.all_gather(most, "the first operation of a group (the most memory it may have)"))
         self.abort_flag = AbortFlag(group, device, record)
         self._channels: dict[Key, Channel] = {}
+        self._refused: set[Key] = set()
         self._eager, self._captured = _Blocks(), _Blocks()
         self._context_tensors: dict[str, torch.Tensor] = {}
 
@@ -110,6 +111,18 @@ class Workspace:
             memory = block.memory[begin : begin + size]
             self._channels[key] = Channel(memory, self._context_tensor(block), block, begin, counts, describe)
         return self._channels[key]
+
+    def admits(self, operation: str, line: Line, size: int, left: int) -> bool:
+        """Whether there may be this channel: it exists, or ``left`` bytes stay free beside it.
+
+        What is refused once is refused always: ranks prepare launches at calls of their own, as their tensors lie, and
+        by then there may be other room. The first call that asks is the same on all; if it is admitted it takes the
+        channel.
+        """
+        key = (operation, line)
+        if key not in self._channels and self.room - size < left:
+            self._refused.add(key)
+        return key not in self._refused
 
     @property
     def room(self) -> int:
@@ -151,6 +164,7 @@ class Workspace:
         # Not before all replays are over, which the peers' have to do with this rank's memory.
         self.group.all_gather(None, "the release of graphs: all replays are over")
         self._channels = {key: channel for key, channel in self._channels.items() if not isinstance(key[1], GraphLine)}
+        self._refused = {key for key in self._refused if not isinstance(key[1], GraphLine)}
         self._lines.forget()
         self._segments.give_back(self._captured.blocks)
         self._captured = _Blocks()

@@ -146,12 +146,15 @@ REFUSED = {
         lambda ccl, ctx: ccl.all_reduce(*[ctx.zeros(4)] * 2, config={"comm_sms": 4}),
         InvalidConfigError, ValueError, r"comm_sms.* is not possible: it is an iris.ccl.Config",
     ),
-    "one shot of integers": (
-        lambda ccl, ctx: ccl.all_reduce(
-            *[ctx.zeros(4, dtype=torch.int32)] * 2, config=Config(all_reduce_variant="one_shot")
-        ),
-        InvalidConfigError, ValueError, r"one_shot.*floating-point.*two_shot",
-    ),
+    **{
+        f"{variant} of integers": (
+            lambda ccl, ctx, variant=variant: ccl.all_reduce(
+                *[ctx.zeros(4, dtype=torch.int32)] * 2, config=Config(all_reduce_variant=variant)
+            ),
+            InvalidConfigError, ValueError, rf"'{variant}'.*floating-point.*'two_shot'",
+        )
+        for variant in ("one_shot", "two_shot_push")
+    },
     "Gluon where there is none": (
         lambda ccl, ctx: ccl.all_to_all_v(
             ctx.zeros(2), ctx.zeros(2), [1, 1], [0, 1], [1, 1], [0, 1], config=Config(use_gluon=True)
@@ -168,7 +171,7 @@ REFUSED = {
         lambda ccl, ctx: ccl.all_reduce(
             *[ctx.zeros(4)] * 2, config=Config(all_reduce_variant="ring", batch_invariant=True)
         ),
-        InvalidConfigError, ValueError, r"'ring', batch_invariant=True.*contradicts.*'one_shot' or 'two_shot'",
+        InvalidConfigError, ValueError, r"'ring', batch_invariant=True.*contradicts.*'one_shot' or 'two_shot_push' or",
     ),
     "a slice of a ring that is no power of two": (
         lambda ccl, ctx: ccl.all_reduce(
@@ -222,7 +225,7 @@ def test_what_makes_no_sense_is_refused(ranks, what):
     ("field", "value", "message"),
     [
         ("all_gather_variant", "best", "one of 'persistent', 'partitioned'"),
-        ("all_reduce_variant", "tree", "'two_shot', 'one_shot', 'atomic', 'ring', 'spinlock'"),
+        ("all_reduce_variant", "tree", "'one_shot', 'two_shot_push', 'two_shot', 'pull', 'ring', 'atomic', 'spinlock'"),
         ("reduce_scatter_variant", "ring", "one of"),
         ("all_to_all_variant", "partitioned", "one of"),
         ("block_size_m", 0, "a power of two from 1"),

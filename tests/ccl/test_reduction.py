@@ -1,6 +1,5 @@
 """What `op` may be: torch's operations as people type them, and PREMUL_SUM, a factor for each rank's input."""
 
-import contextlib
 import itertools
 
 import pytest
@@ -11,7 +10,7 @@ from torch.distributed import _make_nccl_premul_sum as premul_sum
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import iris.distributed  # noqa: F401 (registers the backend)
-from ccl.calls import EVERYTHING, chosen
+from ccl.calls import EVERYTHING
 from iris.ccl import Config, ReduceOp, functional
 from iris.errors import UnsupportedReductionError
 
@@ -48,23 +47,21 @@ def expected(xs):
 
 
 def one_way(ctx, name, dtype, use_gluon):
-    me, by_table = ctx.cur_rank, name in ("two_shot_push", "pull")
-    config = Config(use_gluon=use_gluon, all_reduce_variant="auto" if by_table else name)
-    with chosen(ctx, name) if by_table else contextlib.nullcontext():
-        for n in (5, 1201):
-            xs = inputs(ctx, n, dtype)
-            given, result = ctx.empty(n, dtype=dtype), ctx.empty(n, dtype=dtype)
-            given.copy_(xs[me])
-            # As a number, and as a tensor.
-            for factor in (factor_of(me), torch.tensor(factor_of(me), dtype=torch.float64, device=ctx.device)):
-                ctx.ccl.all_reduce(result, given, op=premul_sum(factor), config=config)
-                if name in IN_ORDER:
-                    assert_same_bits(result, expected(xs))
-                else:
-                    near, want = 0.3 if dtype.itemsize == 1 else 0.01, expected(xs).to(torch.complex64)
-                    torch.testing.assert_close(result.to(torch.complex64), want, rtol=near, atol=near)
-            ctx.ccl.all_reduce(result, given, op=dist.ReduceOp.SUM, config=config)
-            assert not torch.equal(result.cpu(), expected(xs).cpu())
+    me, config = ctx.cur_rank, Config(use_gluon=use_gluon, all_reduce_variant=name)
+    for n in (5, 1201):
+        xs = inputs(ctx, n, dtype)
+        given, result = ctx.empty(n, dtype=dtype), ctx.empty(n, dtype=dtype)
+        given.copy_(xs[me])
+        # As a number, and as a tensor.
+        for factor in (factor_of(me), torch.tensor(factor_of(me), dtype=torch.float64, device=ctx.device)):
+            ctx.ccl.all_reduce(result, given, op=premul_sum(factor), config=config)
+            if name in IN_ORDER:
+                assert_same_bits(result, expected(xs))
+            else:
+                near, want = 0.3 if dtype.itemsize == 1 else 0.01, expected(xs).to(torch.complex64)
+                torch.testing.assert_close(result.to(torch.complex64), want, rtol=near, atol=near)
+        ctx.ccl.all_reduce(result, given, op=dist.ReduceOp.SUM, config=config)
+        assert not torch.equal(result.cpu(), expected(xs).cpu())
 
 
 def ways():

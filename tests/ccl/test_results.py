@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from covering import covering
+from covering import covering, thorough
 from patterns import assert_same_bits, pattern
 
 from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, chosen, mainly, perform, sample
@@ -177,10 +177,12 @@ def test_all_gather_of_tiles(ranks):
 
 
 @mainly(3)
-@pytest.mark.parametrize("variant", ["one_shot", "two_shot", "ring", "atomic", "spinlock"])
+@pytest.mark.parametrize(
+    "variant", ["one_shot", thorough("two_shot_push"), "two_shot", thorough("pull"), "ring", "atomic", "spinlock"]
+)
 def test_variants_of_all_reduce(ranks, variant):
     """Each of them in all places, in place, in both languages, and with more blocks than programs."""
-    dtypes = [torch.float32, torch.bfloat16] + ([] if variant == "one_shot" else [torch.int8])
+    dtypes = [torch.float32, torch.bfloat16] + ([] if variant in ("one_shot", "two_shot_push") else [torch.int8])
     cases = [
         Case(
             "all_reduce",
@@ -304,7 +306,7 @@ def special_values(ctx):
         everyone = torch.stack([rows[rank % 2] for rank in range(ctx.num_ranks)]).to(dtype)
         given, result = everyone[ctx.cur_rank], ctx.empty(6, dtype=dtype)
         # Words that tell of their arrival, and blocks that are told of.
-        for variant in ("one_shot", "two_shot"):
+        for variant in ("one_shot", "two_shot_push", "two_shot"):
             for op, expected in [
                 (ReduceOp.SUM, sum(everyone[1:], everyone[0])),
                 (ReduceOp.MIN, everyone.amin(0)),

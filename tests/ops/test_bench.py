@@ -8,26 +8,34 @@ import click
 import pytest
 import torch
 
-from iris.bench import operations, ops_command, plots
+from iris.bench import norms, operations, ops_command, plots
 from iris.errors import InvalidValueError
 
 
 def measured(ctx):
-    libraries = ["iris", "iris triton", "iris copies", "iris residual", "vendor", "gemm", "all_reduce"]
-    shapes = [(32, 16, 32), (48, 16, 32), (3, 40, 0), (5, 24, 0)]
+    libraries = ["iris", "iris triton", "iris copies", "gemm", *norms.OF_IRIS[1:], "vendor", "all_reduce"]
+    shapes = [(32, 16, 32), (48, 16, 32), (4 * ctx.num_ranks, 40, 0), (2 * ctx.num_ranks + 1, 24, 0)]
     return list(operations.measure(ctx, list(operations.OPERATIONS), shapes, libraries, torch.float32))
 
 
 def test_what_is_measured(ranks, tmp_path):
     rows, *others = ranks.run(measured)
     assert all([row[:6] for row in other] == [row[:6] for row in rows] for other in others)
-    assert not [row for row in rows if row.reason]
-    assert all(row.microseconds > 0 for row in rows)
+    refused = [row for row in rows if row.reason]
+    assert [row.library for row in refused] == (["iris sharded", "iris sharded fp8"] if ranks.num_ranks > 1 else [])
+    assert all("ranks cannot own equal parts of" in row.reason and not row.failed for row in refused)
+    timed = [row for row in rows if row not in refused]
+    assert all(row.microseconds > 0 for row in timed)
     by_copies = {row.operation for row in rows if row.library == "iris copies"}
     assert by_copies == {"all_gather_matmul", "matmul_reduce_scatter"}
-    norms = [row.library for row in rows if row.operation == operations.NORM]
-    assert norms == 2 * ["iris", "iris residual", "vendor", "all_reduce"]
-    assert len(rows) == 2 * (4 * 5 + len(by_copies)) + len(norms)
+    of_norms = [row.library for row in rows if row.operation == operations.NORM]
+    assert of_norms == 2 * [*norms.OF_IRIS, "vendor", "all_reduce"]
+    for row in timed:
+        if row.operation == operations.NORM and row.library != "all_reduce":
+            assert 0 < row.error < (0.05 if "fp8" in row.library else 1e-6)
+        else:
+            assert row.error is None
+    assert len(rows) == 2 * (4 * 5 + len(by_copies)) + len(of_norms)
     operations.write(tmp_path, "operations_2", 2, rows)
     written = json.loads((tmp_path / "operations_2.json").read_text())
     assert [operations.Row(**row) for row in written["rows"]] == rows
@@ -63,7 +71,7 @@ def test_a_sweep_comes_besides_the_other_shapes(monkeypatch):
         ops_command.run((), (), "bfloat16", shapes, sweep, None, None, 2)
     usual, both, one, one_and_sweep = given
     # JAX's example has 1024 rows of A and 4096 columns of B on each rank.
-    assert usual == [*operations.SHAPES, (2048, 8192, 4096), *operations.NORM_SHAPES]
+    assert usual == [*operations.SHAPES, (2048, 8192, 4096), *norms.SHAPES]
     assert (4096, 16384, 4096) in operations.default_shapes(4)
     assert set(both) == {*usual, *operations.SWEEP} and len(both) == len(set(both))
     assert one == [(8, 8, 8)] and one_and_sweep == [(8, 8, 8), *operations.SWEEP]
@@ -143,8 +151,9 @@ def test_usual_shapes_are_left_out_where_ranks_cannot_share_them(monkeypatch):
 def spoilt(ctx):
     x = operations.operands(ctx, "matmul_all_reduce", (32, 16, 32), torch.float32)
     call = operations.case(ctx, "matmul_all_reduce", "iris", x)
-    assert operations.check(ctx, "matmul_all_reduce", "iris", call, x) == ""
-    assert "wrong result" in operations.check(ctx, "matmul_all_reduce", "iris", lambda: (call(), x.out[3].zero_()), x)
+    assert operations.check(ctx, "matmul_all_reduce", x, call) == ("", None)
+    wrong = operations.check(ctx, "matmul_all_reduce", x, lambda: (call(), x.out[3].zero_()))
+    assert "wrong result" in wrong.reason
 
 
 def test_a_wrong_result_is_noticed(ranks):
