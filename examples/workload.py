@@ -117,6 +117,20 @@ def trace(ctx: iris.Iris, workload: Workload, call: Callable[[], object]) -> Non
     ctx.barrier()
 
 
+def record(ctx: iris.Iris, file: Path, call: Callable[[], object]) -> None:
+    """Record what host and GPU of rank 0 do in a call, whoever communicates in it, for https://ui.perfetto.dev."""
+    ctx.device_barrier()
+    ctx.barrier()
+    with torch.profiler.profile() as profile:
+        call()
+        if not SIMULATED:
+            torch.cuda.synchronize()
+    if ctx.get_rank() == 0:
+        profile.export_chrome_trace(str(file))
+        print(f"What rank 0 did is in {file}")
+    ctx.barrier()
+
+
 def random(ctx: iris.Iris, seed: int, *size: int, dtype: torch.dtype) -> torch.Tensor:
     """Normally distributed numbers, the same on every rank that gives the same seed."""
     generator = torch.Generator(ctx.device).manual_seed(seed)
