@@ -42,13 +42,13 @@ Main = Callable[..., None]
 
 def command(
     main: Main, on_gpus: tuple[int, int, int], simulated: tuple[int, int, int], room: Callable,
-    options: Sequence[Callable] = (), traces_kernels: bool = True,
+    options: Sequence[Callable] = (), traces_kernels: bool | Callable[..., bool] = True,
 ) -> None:  # fmt: skip
     """The command line of an example: starts the ranks, and calls ``main(ctx, workload)`` on each.
 
     ``on_gpus``, ``simulated``: m, n and k, if the user does not say. ``room(workload, num_ranks)``: bytes of heap.
     ``options``: further `click.option`s, which ``main`` takes by name. ``traces_kernels``: whether its trace has what
-    Iris' kernels record.
+    Iris' kernels record; or a function that says so of these options.
     """
     m, n, k = simulated if SIMULATED else on_gpus
 
@@ -70,7 +70,7 @@ def command(
         m: int, n: int, k: int, num_ranks: int, datatype: str, validate: bool, benchmark: bool, trace: Path | None,
         **own,
     ) -> None:  # fmt: skip
-        if trace is not None and traces_kernels:
+        if trace is not None and (traces_kernels(**own) if callable(traces_kernels) else traces_kernels):
             trace_everything()
         validate = validate or not (benchmark or trace)
         workload = Workload(m, n, k, DTYPES[datatype], validate, benchmark, trace)

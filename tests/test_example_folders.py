@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import os
 import random
 import subprocess
@@ -66,16 +67,31 @@ def test_a_decoder_is_compared_with_others(ranks, communication):
     ranks.run(run_decoder, communication)
 
 
-def run_mixture(ctx, communication):
+def run_mixture(ctx, communication, part, trace):
     with imported("20_mixture_of_experts") as example:
-        example.main(ctx, Workload(2, 4, 1, FP32, rounds=2), communication=communication)
+        workload = Workload(2, 4, 1, FP32, validate=trace is None, rounds=2, trace=trace)
+        example.main(ctx, workload, communication=communication, part=part)
 
 
 @pytest.mark.thorough
 @pytest.mark.ranks(2)
-def test_a_mixture_is_compared_with_others(ranks):
+@pytest.mark.parametrize("communication, part", [("nccl", "both"), ("iris", "training")])
+def test_a_mixture_is_compared_with_others(ranks, communication, part):
     skip_without_packages("20_mixture_of_experts")
-    ranks.run(run_mixture, "nccl")
+    ranks.run(run_mixture, communication, part, None)
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "communication, by", [("nccl", "_c10d_functional::all_to_all_single"), ("iris", "iris::experts_dispatch")]
+)
+def test_a_training_step_of_a_mixture_is_recorded(ranks, communication, by, tmp_path):
+    skip_without_packages("20_mixture_of_experts")
+    file = tmp_path / "step.json"
+    ranks.run(run_mixture, communication, "training", file)
+    if int(os.environ.get("RANK", "0")) == 0:
+        assert by in {each.get("name") for each in json.loads(file.read_text())["traceEvents"]}
 
 
 TRAINING = "19_fsdp_tensor_parallel_training"
