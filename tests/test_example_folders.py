@@ -6,6 +6,7 @@ import json
 import os
 import random
 import subprocess
+from unittest import mock
 
 import pytest
 import torch
@@ -110,12 +111,13 @@ def run_training(ctx, options):
         example.compare(losses, losses, losses, "right losses")
         with pytest.raises(AssertionError, match="Wrong losses on a rank"):
             example.compare(losses + 0.01, losses, losses + 0.001, "a rank")
-        # NCCL's differ from one process' by more and more, and Iris' from NCCL's by some of that in a late step.
+        # NCCL's differ from one process' by more and more; Iris' from NCCL's by that, or by something in a late step.
         parting, late = torch.linspace(0, 0.01, 9), torch.arange(9) == 7
         for terms, found, alike, wrong in (
             (2, losses, losses, None),
             (2, losses + 0.001 * late, losses, "by 0.001 in step 7"),
-            (2, losses + 0.001 * late, losses + 0.001, None),
+            (2, losses + 0.001 * late, losses + 1e-6, None),
+            (2, losses + 0.1 * late, losses + 1e-6, "by 0.1 in step 7"),
             (3, losses + parting, losses, None),
             (3, losses + 4 * parting, losses, "by 0.02 in step 4"),
             (3, losses.where(~late, torch.nan), losses, "by nan in step 7"),
@@ -134,6 +136,31 @@ def run_training(ctx, options):
 def test_a_transformer_is_trained(ranks, options):
     skip_without_packages(TRAINING)
     ranks.run(run_training, options)
+
+
+def train_wrongly(ctx):
+    """With Iris, a rank has no gradient of its part of one weight."""
+    with imported(TRAINING) as example:
+
+        class Wrong(example.Trainer):
+            def __init__(self, *args, by_iris, **options):
+                super().__init__(*args, by_iris=by_iris, **options)
+                if by_iris:
+                    self.optimizer.register_step_pre_hook(self.forget)
+
+            def forget(self, *_):
+                if ctx.cur_rank == 1:
+                    self.model.model.layers[0].self_attn.o_proj.weight.grad.to_local().zero_()
+
+        with mock.patch.object(example, "Trainer", Wrong), pytest.raises(AssertionError, match="[Ll]osses"):
+            example.main(ctx, Workload(2, 12, 12, BF16))
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2, 3)
+def test_a_wrong_gradient_shows_in_losses(ranks):
+    skip_without_packages(TRAINING)
+    ranks.run(train_wrongly)
 
 
 def few_numbers(ctx, folder, sizes):
