@@ -85,6 +85,10 @@ def main(
     results = {"sequences": sequences, "tokens": length, "dtype": str(dtype), "compiled": compiled}
     results |= {"mesh": [sharding, tensor], "model": model._asdict(), "losses": {}}
 
+    def save() -> None:
+        if out and ctx.get_rank() == 0:
+            out.write_text(json.dumps({**environment(), **numbers(ctx.num_ranks), **results}, indent=1) + "\n")
+
     def losses(name: str, trained: Trainer) -> torch.Tensor:
         """Those of all steps, float32 on the CPU."""
         found = torch.stack([trained.step(batch(step)) for step in range(steps)]).float().cpu()
@@ -108,6 +112,7 @@ def main(
         if communication == "iris":
             results["fused"] = str(iris.inductor.fusion_report()).splitlines()
             alike = [losses(name, trainer("nccl")) for name in ("nccl", "nccl again")]
+            save()  # for whoever looks why losses are wrong
             compare_with_nccl(ctx, found, alike, of_one, exact, most_terms=max(sharding, tensor))
         ctx.barrier()
         if ctx.get_rank() == 0:
@@ -133,8 +138,7 @@ def main(
             print(f"{name}: {number:.0f} tokens a second")
         if compiled:
             print(*results.get("fused", []), sep="\n")
-        if out:
-            out.write_text(json.dumps({**environment(), **numbers(ctx.num_ranks), **results}, indent=1) + "\n")
+        save()
 
 
 def problem_of(workload: Workload, model: Sizes, sharding: int, tensor: int, num_ranks: int) -> str:
