@@ -174,6 +174,11 @@ def test_more_tokens_than_choices_are_drawn_for():
     assert result.exit_code == 2 and f"A decode of {MOST_TOKENS + 1} tokens is too much" in result.output
 
 
+def test_the_help_has_all_models_and_ways():
+    words = " ".join(CliRunner().invoke(commands, ["bench", "model", "--help"]).output.split())
+    assert [name for name in (*MODELS, *WAYS) if name not in words] == []
+
+
 def test_a_picture_compares_ways_with_the_first(tmp_path):
     pytest.importorskip("matplotlib")
     of = {"model": "tiny", "layers": 2, "context": 12, "dtype": "bfloat16", "tokens_per_second": None}

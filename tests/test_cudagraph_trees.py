@@ -3,6 +3,7 @@
 Each operator is used for the first time in what is about to be captured, and again behind a graph break.
 """
 
+import contextlib
 import functools
 
 import pytest
@@ -14,7 +15,8 @@ import iris
 import iris.distributed  # noqa: F401 (registers the backend)
 from iris.ccl import functional as collectives
 from iris.experts import ExpertsConfig
-from iris.experts.functional import name_of as name_of_experts
+from iris.experts import functional as routing
+from iris.inductor import operators, symm_mem
 from iris.ops import functional
 
 pytestmark = [
@@ -57,25 +59,66 @@ def scaled(x, b, ranks, group):
     return y[:, :K].contiguous()
 
 
+def choices(x, size):
+    """Of two experts for each token, with their weights."""
+    ids = (3 * torch.arange(M, device=x.device)[:, None] + torch.arange(2, device=x.device)) % (2 * size)
+    return ids, torch.linspace(0, 1, 2 * M, device=x.device).view(M, 2)
+
+
 def experts(x, b, ranks, group):
     up = torch.stack([b.t(), b.t() / 2]).contiguous()
     down = torch.stack([b[:, : N // 2], -b[:, : N // 2]]).contiguous()
-    ids = (3 * torch.arange(M, device=x.device)[:, None] + torch.arange(2, device=x.device)) % (
-        2 * dist.get_world_size(group)
-    )
-    factors = torch.linspace(0, 1, 2 * M, device=x.device).view(M, 2)
-    return functional.experts_mlp(x, ids, factors, up / 16, down / 16, EXPERTS[ranks])
+    ids, weights = choices(x, dist.get_world_size(group))
+    return functional.experts_mlp(x, ids, weights, up / 16, down / 16, EXPERTS[ranks])
 
 
-def layer_of_experts(ctx):
-    config = ExpertsConfig(layouts=("compact",))
-    return ctx.experts(num_experts=2 * ctx.num_ranks, hidden=K, max_tokens=M, top_k=2, config=config)
+def tokens(x, b, ranks, group):
+    """To experts, which multiply, and back."""
+    ids, weights = choices(x, dist.get_world_size(group))
+    rows, _, _ = routing.dispatch(x, ids, EXPERTS[ranks])
+    return routing.combine(rows @ b[:, :K] / 16, ids, weights, EXPERTS[ranks])
+
+
+@contextlib.contextmanager
+def layers_of_experts(use, *contexts):
+    """One of each context, by the names of the ranks, for what uses them."""
+    made = []
+    if use in (experts, tokens, routed):
+        config = ExpertsConfig(layouts=("compact",))
+        for ctx in contexts:
+            made.append(ctx.experts(num_experts=2 * ctx.num_ranks, hidden=K, max_tokens=M, top_k=2, config=config))
+            EXPERTS[collectives.name_of(ctx)] = routing.name_of(made[-1])
+    yield
+    for each in made:
+        each.close()
 
 
 def norms(x, b, ranks, group):
     y, total = functional.all_reduce_rms_norm(x, b[0, :K], x, 1e-6, ranks)
     rows, _, scales = functional.all_reduce_rms_norm_by_row(y, b[0, :K], None, 1e-6, ranks, torch.float8_e4m3fn)
     return y + total / 8 + (rows.float() * scales).to(x.dtype)
+
+
+def norms_in_place(x, b, ranks, group):
+    """As graphs have them, where the residual becomes the sum."""
+    sums = [x * 2, x + 1]
+    y = operators.all_reduce_add_rms_norm(x, b[0, :K], sums[0], 1e-6, ranks, x.dtype)
+    rows, scales = operators.all_reduce_add_rms_norm_by_row(y, b[0, :K], sums[1], 1e-6, ranks, torch.float8_e4m3fn)
+    return y + (rows.float() * scales).to(x.dtype) + (sums[0] + sums[1]) / 8
+
+
+def of_symm_mem(x, b, ranks, group):
+    """torch's own fused operators, on Iris."""
+    name, ops = GROUPS[ranks], torch.ops.symm_mem
+    rows, (y,) = ops.fused_all_gather_matmul(x, [b], 0, name)
+    y = ops.fused_matmul_reduce_scatter(y[:, :K].contiguous() / 64, b, "sum", 0, name)[:, :K] / 64
+    narrow = [each.to(torch.float8_e4m3fn) for each in (y.contiguous(), b.t().contiguous())]
+    one = torch.ones(1, device=x.device)
+    given = (narrow[0], [narrow[1].t()], one, [one], 0, name, [None], [None], [x.dtype], [False])
+    _, (y,) = ops.fused_all_gather_scaled_matmul(*given)
+    given = (narrow[0].repeat(dist.get_world_size(group), 1), narrow[1].t(), one, one, "sum", 0, 0, name)
+    z = ops.fused_scaled_matmul_reduce_scatter(*given, [given[0].shape[0], N], None, None, x.dtype)
+    return (y[:M, :K] + z[:, :K]) / 64 + rows[:M]
 
 
 def of_torch(x, b, ranks, group):
@@ -97,9 +140,12 @@ def in_place(x, b, ranks, group):
 
 
 USES = {"collectives": moves, "products": products, "rows besides": rows_besides, "scaled": scaled, "experts": experts}
-USES |= {"norms": norms, "torch.distributed": of_torch, "in place": in_place}
-# Names of experts, by those of the ranks that have them.
-EXPERTS = {}
+USES |= {"tokens": tokens, "norms": norms, "norms in place": norms_in_place, "torch.ops.symm_mem": of_symm_mem}
+USES |= {"torch.distributed": of_torch, "in place": in_place}
+# Names of experts, and of process groups, by those of the ranks that have them.
+EXPERTS, GROUPS = {}, {}
+# Once in a process.
+put_in_place = functools.cache(symm_mem.put_in_place)
 
 
 def twice(use, x, b, ranks, group):
@@ -112,13 +158,14 @@ def compare(ctx, name):
     use = USES[name]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    if use is of_symm_mem:
+        put_in_place()
     group = dist.new_group(backend="cuda:iris")
     eager_group = dist.new_group(backend="cuda:iris")
     b = torch.linspace(-1, 1, K * N, device=ctx.device).view(K, N).to(torch.bfloat16)
-    with iris.iris(1 << 20) as fresh:
+    with iris.iris(1 << 20) as fresh, layers_of_experts(use, fresh, ctx):
         ranks, eager_ranks = collectives.name_of(fresh), collectives.name_of(ctx)
-        made = [layer_of_experts(each) for each in (fresh, ctx)] if use is experts else []
-        EXPERTS.update(zip((ranks, eager_ranks), map(name_of_experts, made), strict=False))
+        GROUPS.update({ranks: group.group_name, eager_ranks: eager_group.group_name})
         compiled = torch.compile(functools.partial(twice, use), mode="reduce-overhead")
         for turn in range(TURNS):
             x = ((torch.arange(M * K, device=ctx.device).view(M, K) + turn) % 7 - ctx.cur_rank).to(torch.bfloat16)
@@ -129,8 +176,6 @@ def compare(ctx, name):
         ctx.barrier()
         assert_recorded(ctx.device.index)
         torch._dynamo.reset()
-        for each in made:
-            each.close()
 
 
 def assert_near(got, want):
@@ -179,7 +224,14 @@ def normalised(x, b, ranks):
     return y * torch.tanh(total)
 
 
-STEPS = {"rows": by_rows, "columns": by_columns, "with rows": with_rows, "normalised": normalised}
+def routed(x, b, ranks):
+    ids, weights = choices(x, collectives.size_of(ranks))
+    rows, _, _ = routing.dispatch(x, ids, EXPERTS[ranks])
+    torch._dynamo.graph_break()
+    return routing.combine(torch.tanh(rows @ b[:, :K]), ids, weights, EXPERTS[ranks])
+
+
+STEPS = {"rows": by_rows, "columns": by_columns, "with rows": with_rows, "normalised": normalised, "routed": routed}
 
 
 def train(ctx, name):
@@ -188,7 +240,7 @@ def train(ctx, name):
     torch._dynamo.reset()
     weight = torch.linspace(-1, 1, K * N, device=ctx.device).view(K, N).to(torch.bfloat16)
 
-    with iris.iris(1 << 20) as fresh:
+    with iris.iris(1 << 20) as fresh, layers_of_experts(step, fresh, ctx):
         compiled = torch.compile(step, mode="reduce-overhead")
         for turn in range(TURNS):
             x = ((torch.arange(M * K, device=ctx.device).view(M, K) + turn) % 7 - ctx.cur_rank).to(torch.bfloat16) / 8

@@ -245,9 +245,10 @@ def test_the_commands_work(page, line, block, tmp_path):
     command = getattr(commands, words[0])(*words[1:])
     if command is None:
         return
-    if words[-1] in commands.programs and "from transformers" in commands.programs[words[-1]].blocks[0].text:
-        # Which is not for Python 3.10.
-        pytest.importorskip("transformers", "5.24")
+    if words[-1] in commands.programs:
+        for package, version in (("transformers", "5.24"), ("accelerate", "1.15")):  # which are not for Python 3.10
+            if f"from {package}" in commands.programs[words[-1]].blocks[0].text:
+                pytest.importorskip(package, version)
     # Results that a command reads, as from the root of a clone.
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     for program in commands.programs.values():

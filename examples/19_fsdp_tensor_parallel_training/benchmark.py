@@ -1,7 +1,7 @@
 """A transformer trained by FSDP2 x tensor parallelism: see README.md. -m: sequences, -n: tokens of each, -k: steps."""
 
+import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,10 +11,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from transformers import LlamaConfig  # noqa: E402
-from workload import SIMULATED, Workload, command, report  # noqa: E402
+from workload import SIMULATED, Workload, command, record, report  # noqa: E402
 from wrapper import Trainer, make_mesh  # noqa: E402
 
 import iris  # noqa: E402
+from iris.bench.report import environment, numbers  # noqa: E402
 
 
 class Sizes(NamedTuple):
@@ -30,8 +31,17 @@ class Sizes(NamedTuple):
 
 SIZES = Sizes(2, 96, 48, 12, 6, 96) if SIMULATED else Sizes(4, 2048, 5632, 16, 8, 32000)
 
+# So many tokens occur, all over the vocabulary.
+KINDS = 64
+
 # The largest of many steps' errors, of which each changes the steps behind it, may be so many times another such.
 CHANCE = 3
+
+# So many steps show what rounding makes of a loss.
+FEW = 5
+
+# What rounding of float32 makes of a loss, as a part of it.
+ROUNDING = 1e-5
 
 
 def main(
@@ -40,6 +50,7 @@ def main(
     communication: str = "iris",
     tensor: int | None = None,
     compiled: bool = not SIMULATED,
+    out: Path | None = None,
     **sizes: int,
 ) -> None:
     sequences, length, steps, dtype = workload.m, workload.n, workload.k, workload.dtype
@@ -60,19 +71,30 @@ def main(
 
     def trainer(way: str, compiled: bool = compiled) -> Trainer:
         mesh = make_mesh(ctx.device, sharding, tensor, way == "iris")
+        # Of what comes from Inductor's cache the report has nothing.
+        torch.compiler.config.force_disable_caches = way == "iris"
         return Trainer(config, mesh, dtype, by_iris=way == "iris", compiled=compiled)
 
     def batch(step: int) -> torch.Tensor:
         """Tokens that a model can learn to predict: each rises by as much as the one before. The same on all ranks."""
         generator = torch.Generator(ctx.device).manual_seed(step)
-        firsts, rises = torch.randint(1, model.vocabulary, (2, sequences, 1), generator=generator, device=ctx.device)
-        return (firsts + rises % 8 * torch.arange(length + 1, device=ctx.device)) % model.vocabulary
+        firsts, rises = torch.randint(model.vocabulary, (2, sequences, 1), generator=generator, device=ctx.device)
+        places = torch.arange(length + 1, device=ctx.device)
+        return (firsts + (1 + rises % 8) * places) % KINDS * (model.vocabulary // KINDS)
+
+    results = {"sequences": sequences, "tokens": length, "dtype": str(dtype), "compiled": compiled}
+    results |= {"mesh": [sharding, tensor], "model": model._asdict(), "losses": {}}
+
+    def save() -> None:
+        if out and ctx.get_rank() == 0:
+            out.write_text(json.dumps({**environment(), **numbers(ctx.num_ranks), **results}, indent=1) + "\n")
 
     def losses(name: str, trained: Trainer) -> torch.Tensor:
         """Those of all steps, float32 on the CPU."""
         found = torch.stack([trained.step(batch(step)) for step in range(steps)]).float().cpu()
         # A layer is compiled for so many meshes only.
         torch.compiler.reset()
+        results["losses"][name] = found.tolist()
         if ctx.get_rank() == 0:
             print(f"{name}: {steps} steps, losses from {found[0]:.4f} to {found[-1]:.4f}", flush=True)
         return found
@@ -86,11 +108,14 @@ def main(
     if workload.validate:
         exact, of_one = alone(torch.float32, compiled=False), alone(dtype, compiled)
         found = losses(communication, trainer(communication))
+        alike = []
+        if communication == "iris":
+            results["fused"] = str(iris.inductor.fusion_report()).splitlines()
+            alike = [losses(name, trainer("nccl")) for name in ("nccl", "nccl again")]
+        save()  # also of wrong losses, for whoever looks why
         compare(found, exact, of_one, f"rank {ctx.get_rank()}")
-        if communication == "iris" and (compiled or not SIMULATED):
-            kinds = {"nccl": compiled, "nccl again": compiled, "nccl, called": False}
-            runs = [losses(name, trainer("nccl", by_inductor)) for name, by_inductor in kinds.items()]
-            compare_with_nccl(ctx, found, exact, runs)
+        if alike:
+            compare_with_nccl(ctx, found, alike, of_one, exact, most_terms=max(sharding, tensor))
         ctx.barrier()
         if ctx.get_rank() == 0:
             print(f"{title}: the losses of {steps} steps of {sequences} x {length} tokens are right")
@@ -107,11 +132,15 @@ def main(
         for call in calls.values():
             call()
         times = report(ctx, f"{title.rpartition(',')[0]}, {model.layers} layers", calls, eager=True)
-        if ctx.get_rank() == 0:
-            for name, time in times.items():
-                print(f"{name}: {1e6 * sequences * length / time:.0f} tokens a second")
-            if compiled:
-                print(iris.inductor.fusion_report())
+        results["milliseconds"] = {name: time / 1000 for name, time in times.items()}
+        results["tokens_a_second"] = {name: 1e6 * sequences * length / time for name, time in times.items()}
+        results.setdefault("fused", str(iris.inductor.fusion_report()).splitlines())
+    if ctx.get_rank() == 0:
+        for name, number in results.get("tokens_a_second", {}).items():
+            print(f"{name}: {number:.0f} tokens a second")
+        if compiled:
+            print(*results.get("fused", []), sep="\n")
+        save()
 
 
 def problem_of(workload: Workload, model: Sizes, sharding: int, tensor: int, num_ranks: int) -> str:
@@ -124,6 +153,8 @@ def problem_of(workload: Workload, model: Sizes, sharding: int, tensor: int, num
     for name in ("-n", "--intermediate", "--heads", "--kv-heads", "--vocabulary"):
         if split[name] % tensor:
             return f"{name} is {split[name]}, which {tensor} ranks cannot share: give a multiple of {tensor}."
+    if model.vocabulary < KINDS:
+        return f"--vocabulary is {model.vocabulary}, and {KINDS} tokens occur."
     return ""
 
 
@@ -137,39 +168,43 @@ def compare(found: torch.Tensor, exact: torch.Tensor, of_one: torch.Tensor, wher
     The largest error may be `CHANCE` times as large, since the order of sums differs, and what rounding of float32
     makes of it.
     """
-    error, allowed = furthest(found, exact), CHANCE * furthest(of_one, exact) + 1e-5 * exact.max().item()
+    error, allowed = furthest(found, exact), CHANCE * furthest(of_one, exact) + ROUNDING * exact.max().item()
     if not error <= allowed:
         raise AssertionError(f"Wrong losses on {where}: off by {error:.3g}, where {allowed:.3g} is allowed.")
 
 
-def compare_with_nccl(ctx: iris.Iris, found: torch.Tensor, exact: torch.Tensor, runs: list[torch.Tensor]) -> None:
-    """Raise unless losses differ from NCCL's by at most `CHANCE` times what runs with NCCL differ by. Says how much.
+def compare_with_nccl(
+    ctx: iris.Iris,
+    found: torch.Tensor,
+    alike: list[torch.Tensor],
+    of_one: torch.Tensor,
+    exact: torch.Tensor,
+    most_terms: int,
+) -> None:
+    """Raise unless losses differ from NCCL's by no more than those of runs that differ by rounding. Says how much.
 
-    ``runs``: twice the same, whose bits may be the same as well, and one that is not compiled.
+    ``alike``: of two runs with NCCL. ``most_terms``: of a sum over ranks. Of two it has no order: if alike losses are
+    equal, Iris' are. They are not where a kernel adds up in another order each time, as that of gradients of attention
+    may on GPUs, and with more terms NCCL and Iris round other partial sums. Up to each step losses may differ then by
+    `CHANCE` times what NCCL's have differed by from one another, or from those of one process in the same dtype.
     """
-    first, again, called = runs
-    among, mine = max(furthest(first, again), furthest(first, called)), furthest(found, first)
+    first, again = alike
+    mine, elsewhere = (found - first).abs(), (again - first).abs()
+    if most_terms > 2 or elsewhere.any():
+        elsewhere = elsewhere.maximum((of_one - first).abs()).cummax(0).values
+    # By chance there may be none in the first few steps.
+    elsewhere = elsewhere.clamp(min=elsewhere[:FEW].max())
+    allowed = CHANCE * elsewhere + ROUNDING * exact.max()
     if ctx.get_rank() == 0:
         print("The most that losses of a step differ by:")
         print(f"  from one process in float32: Iris {furthest(found, exact):.2e}, NCCL {furthest(first, exact):.2e}")
-        print(f"  two runs with NCCL {furthest(first, again):.2e}, compiled and called {furthest(first, called):.2e}")
-        print(f"  Iris and NCCL {mine:.2e}")
-    if not mine <= CHANCE * among + 1e-5 * exact.max().item():
-        raise AssertionError(f"Losses differ by {mine:.3g} from NCCL's, whose runs differ by {among:.3g}.")
-
-
-def record(ctx: iris.Iris, file: Path, call: Callable[[], object]) -> None:
-    """Record what host and GPU of rank 0 do in a call, for https://ui.perfetto.dev."""
-    ctx.device_barrier()
-    ctx.barrier()
-    with torch.profiler.profile() as profile:
-        call()
-        if not SIMULATED:
-            torch.cuda.synchronize()
-    if ctx.get_rank() == 0:
-        profile.export_chrome_trace(str(file))
-        print(f"A step of rank 0 is in {file}")
-    ctx.barrier()
+        print(f"  two runs with NCCL {furthest(first, again):.2e}, NCCL and one process {furthest(first, of_one):.2e}")
+        print(f"  Iris and NCCL {mine.max():.2e}, of {allowed[-1]:.2e} that are allowed")
+    if not (mine <= allowed).all():
+        step = int((~(mine <= allowed)).nonzero()[0])
+        raise AssertionError(
+            f"Losses differ from NCCL's by {mine[step]:.3g} in step {step}, where {allowed[step]:.3g} is allowed."
+        )
 
 
 def room(workload: Workload, num_ranks: int) -> int:
@@ -185,6 +220,9 @@ OPTIONS = (
     click.option("--tensor", type=click.IntRange(1), help="Ranks that share a product; all if not given."),
     click.option(
         "--compiled/--called", default=not SIMULATED, show_default=True, help="Whether layers go through torch.compile."
+    ),
+    click.option(
+        "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write losses, times and the report as JSON."
     ),
     *(
         click.option(f"--{name.replace('_', '-')}", type=click.IntRange(1), default=size, show_default=True)

@@ -20,6 +20,10 @@ import iris.distributed  # noqa: F401 (registers the backend)
 # The dimension of tokens, of [sequences, tokens, hidden].
 TOKENS = 1
 
+# Steps in which the learning rate rises. The first ones of AdamW change all parameters by as much, so that losses would
+# jump, and with them what rounding has made of them.
+WARM_UP = 20
+
 
 def make_mesh(device: torch.device, sharding: int, tensor: int, by_iris: bool) -> DeviceMesh:
     """``[sharding, tensor]``; where these are fewer than all ranks, each so many have a mesh of their own. Collective.
@@ -68,7 +72,7 @@ def split_products(model: LlamaForCausalLM, mesh: DeviceMesh) -> None:
 
 
 class Trainer:
-    """AdamW for a model with random weights, the same whatever the mesh is.
+    """AdamW for a model with random weights, the same whatever the mesh is. Its learning rate rises in the first steps.
 
     All ranks of the mesh make the same calls with the same tokens.
 
@@ -108,7 +112,11 @@ class Trainer:
         for module in self.model.modules():
             if isinstance(module, FSDPModule) and by_iris:
                 module.set_allocate_memory_from_process_group_for_comm(True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=device.type == "cuda")
+        # A row's changes add up in what is multiplied by it, so they are smaller the longer it is.
+        rate = 0.1 / config.hidden_size
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=device.type == "cuda")
+        rises = {"start_factor": 1 / WARM_UP, "total_iters": WARM_UP - 1}
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, **rises)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """The mean loss over all tokens before the step, on all ranks.
@@ -126,6 +134,7 @@ class Trainer:
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
             loss.backward()
         self.optimizer.step()
+        self.schedule.step()
         return self._mean(loss.detach())
 
     def _mean(self, loss: torch.Tensor) -> torch.Tensor:

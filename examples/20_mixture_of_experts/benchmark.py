@@ -1,6 +1,7 @@
 """A mixture of experts, served and trained: see README.md. -m: sequences, -n: a prompt's tokens, -k: those behind."""
 
 import copy
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from workload import SIMULATED, Workload, command, report, share, trace, validated  # noqa: E402
+from workload import SIMULATED, Workload, command, record, report, share, trace, validated  # noqa: E402
 from wrapper import CONFIGS, Server, Trainer, by_one_process, context_of_experts, to_serve, to_train, whole  # noqa: E402
 
 import iris  # noqa: E402
@@ -19,21 +20,32 @@ MODEL, LAYERS = ("tiny", 2) if SIMULATED else ("qwen3-30b-a3b", 4)
 
 
 def main(
-    ctx: iris.Iris, workload: Workload, model: str = MODEL, layers: int = LAYERS, communication: str = "iris"
+    ctx: iris.Iris,
+    workload: Workload,
+    model: str = MODEL,
+    layers: int = LAYERS,
+    communication: str = "iris",
+    part: str = "both",
 ) -> None:
     share(workload.m, ctx, "-m")
-    if workload.trace and (communication != "iris" or ctx.num_ranks == 1):
-        raise SystemExit("A trace has what ranks do by Iris: record it --with iris, of two ranks or more.")
+    if workload.trace and part != "training" and (communication != "iris" or ctx.num_ranks == 1):
+        raise SystemExit(
+            "A trace has what ranks do by Iris: record it --with iris, of two ranks or more. One of --part training "
+            "has what torch's profiler sees, with any."
+        )
     config = copy.deepcopy(CONFIGS[model])
     config.num_hidden_layers = layers
     for name in ("num_attention_heads", "num_key_value_heads", "num_experts"):
         share(getattr(config, name), ctx, f"{name} of {model}")
     title = f"{model}, {layers} layers, {communication}"
-    served = to_serve(whole(config, workload.dtype, ctx.device), ctx.num_ranks, communication)
-    serve(ctx, workload, served, title)
-    if workload.validate or workload.benchmark:
+    if part != "training":
+        served = to_serve(whole(config, workload.dtype, ctx.device), ctx.num_ranks, communication)
+        serve(ctx, workload, served, title)
+    if part == "training":
         train(ctx, workload, config, communication, title)
-    if workload.validate:
+    elif part == "both" and (workload.validate or workload.benchmark):
+        train(ctx, dataclasses.replace(workload, trace=None), config, communication, title)
+    if part != "training" and workload.validate:
         generate(ctx, workload, served, title)
 
 
@@ -125,8 +137,13 @@ def train(ctx: iris.Iris, workload: Workload, config, communication: str, title:
                 judge(ctx, dtype, f"the gradient of {name}", gradient, *(each[name] for each in others))
         del of_one, exact
         validated(ctx, f"{title}, trained", workload)
+    tokens, mine = batch(0)
+    if workload.trace:
+        # What is set aside by the first steps is not of the one that is recorded.
+        for _ in range(3):
+            trainer.step(mine)
+        record(ctx, workload.trace, lambda: trainer.step(mine))
     if workload.benchmark:
-        tokens, mine = batch(0)
         speeds(ctx, f"{title}, training", {"a step": lambda: trainer.step(mine)}, {"a step": tokens.numel()})
 
 
@@ -170,7 +187,20 @@ OPTIONS = (
         show_default=True,
         help="nccl: Gloo in the simulator, by transformers' own collectives.",
     ),
+    click.option(
+        "--part",
+        type=click.Choice(["both", "serving", "training"]),
+        default="both",
+        show_default=True,
+        help="What is done. --trace is of a step of decoding, and with --part training of one of training.",
+    ),
 )
 
+
+def traces_decoding(part: str, **others) -> bool:
+    return part != "training"
+
+
 if __name__ == "__main__":
-    command(main, on_gpus=(16, 512, 32), simulated=(6, 6, 2), room=room, options=OPTIONS)
+    sizes = {"on_gpus": (16, 512, 32), "simulated": (6, 6, 2)}
+    command(main, **sizes, room=room, options=OPTIONS, traces_kernels=traces_decoding)

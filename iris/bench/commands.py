@@ -169,9 +169,19 @@ def experts(
 
 
 @bench.command()
-@click.option("--model", help="llama-8b, llama-70b or tiny. If not given, the first, and in the simulator the last.")
+@click.option(
+    "--model",
+    help="llama-8b, llama-70b, qwen3-moe, deepseek-like, tiny or tiny-moe. If not given, the first, and in the "
+    "simulator tiny.",
+)
 @click.option("--layers", type=click.IntRange(1), help="How many; all of the model's if not given.")
-@click.option("--mode", "modes", multiple=True, help="decode, prefill or train; if not given, the first two.")
+@click.option(
+    "--mode",
+    "modes",
+    multiple=True,
+    help="decode, prefill or train; if not given, the first two. No H200 has room to train deepseek-like: two layers, "
+    "with which gradients are compared, have 180 GB of weights and gradients in float32.",
+)
 @click.option(
     "--batch",
     "batches",
@@ -191,8 +201,9 @@ def experts(
     "ways",
     multiple=True,
     help="How ranks communicate: nccl, 'iris backend' (of torch.distributed), 'iris fused' (ctx.ops), 'nccl compiled' "
-    "and 'iris fused compiled' (torch.compile), 'iris accelerate' (iris.accelerate), or none, the floor. All if not "
-    "given, but in the simulator not 'iris accelerate'; there nccl is Gloo.",
+    "and 'iris fused compiled' (torch.compile), 'nccl all-to-all' (of experts, with counts that the host reads: train "
+    "alone), 'iris accelerate' (iris.accelerate), or none, the floor. All if not given, but in the simulator not 'iris "
+    "accelerate'; there nccl is Gloo.",
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and a picture.")

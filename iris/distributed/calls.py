@@ -18,6 +18,7 @@ from iris.compat.cuda import is_current_stream_capturing
 from iris.context import Iris
 from iris.errors import InvalidCollectiveError
 from iris.heap.pool import is_handed_out
+from iris.operators.graph_break import breaks_graph
 from iris.simulator.streams import Enqueued
 
 # Enough for most of the link's bandwidth.
@@ -199,6 +200,8 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
     ``allocate_tensor``. With tensors on the CPU beside a GPU it is the method of the CPU's backend instead.
     """
 
+    # DDP calls it from C++ in what torch.compile has left out of a graph, and would have traced by itself.
+    @breaks_graph("a process group's calls are for the host")
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
         values = [*args, *kwargs.values()]

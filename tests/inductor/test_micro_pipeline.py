@@ -28,7 +28,9 @@ def pipelined(ctx, dim):
         return funcol.reduce_scatter_tensor(torch.relu(rows @ up) @ down, "sum", dim, group)
 
     generator = torch.Generator().manual_seed(3)
-    x, up, down = (torch.randn(W, *shape, generator=generator).to(ctx.device) for shape in ((2, 8, K), (K, N), (N, K)))
+    shapes = (2, 8, K), (K, N), (N, K), (2, 8, K)
+    x, up, down, factor = (torch.randn(W, *each, generator=generator).to(ctx.device) for each in shapes)
+    given = [each[me].clone().requires_grad_() for each in (x, up, down)]
     with (
         # On a machine without NCCL Inductor pipelines nothing; and torch has to be told that the group can be used so.
         mock.patch.object(dist, "is_nccl_available", return_value=True),
@@ -36,13 +38,20 @@ def pipelined(ctx, dim):
         mock.patch.object(symm_mem, "context_of", wraps=symm_mem.context_of) as contexts,
         mock.patch.object(symm_mem, "by_torch", side_effect=AssertionError("torch was asked")),
         config.patch(_micro_pipeline_tp=True),
-        torch.no_grad(),
     ):
-        result = compiled(mlp)(x[me], up[me], down[me])
-    rows = torch.cat(list(x), dim).double()
-    total = sum(torch.relu(rows @ a.double()) @ b.double() for a, b in zip(up, down, strict=True))
+        result = compiled(mlp)(*given)
+        forward = contexts.call_count
+        (result * factor[me]).sum().backward()
+    # The same by one process, whose loss is the sum of all ranks'.
+    exact = [each.double().requires_grad_() for each in (x, up, down)]
+    rows = torch.cat(list(exact[0]), dim)
+    total = sum(torch.relu(rows @ a) @ b for a, b in zip(*exact[1:], strict=True))
+    (total * torch.cat(list(factor), dim)).sum().backward()
     torch.testing.assert_close(result.double(), total.chunk(W, dim)[me], rtol=1e-4, atol=1e-3)
-    assert contexts.call_count == 2
+    for mine, of_all in zip(given, exact, strict=True):
+        torch.testing.assert_close(mine.grad.double(), of_all.grad[me], rtol=1e-4, atol=1e-3)
+    # A gather and a scatter in each direction.
+    assert (forward, contexts.call_count) == (2, 4)
 
 
 @pytest.mark.ranks(2)
