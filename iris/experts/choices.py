@@ -1,8 +1,8 @@
 """Numbers of rows and of tokens' choices of experts, on the rank of the experts: from one to the other.
 
 For gradients. *Places* say which row a choice is, int32 ``[ranks, max_tokens, top_k]``, -1 where its expert is on
-another rank (`Calls.choices`). A token's choices of one expert, if there are several, are one row. Each function is one
-launch, where torch's operators would be ten: a backward pass waits for the host.
+another rank (`Calls.choices`). A token's choices of one expert, if there are several, are one row. Each function is a
+launch or two, where torch's operators would be ten: a backward pass waits for the host.
 """
 
 from typing import Any
@@ -21,7 +21,8 @@ COMPARISONS, CHOICES = 1024, 1024
 PROGRAMS, SIMULATED_PROGRAMS = 128, 2
 
 
-@triton.jit
+# A number of tokens may be 1, and is no constant then.
+@triton.jit(do_not_specialize=["tokens"])
 def add_up_choices(of_rows, places, of_choices, tokens, K, TOKENS: tl.constexpr, TOP_K: tl.constexpr):
     """``of_rows``: float32, written where a choice is. ``places``, ``of_choices``: ``[tokens, K]``, K <= TOP_K."""
     gdc_wait()
@@ -37,7 +38,7 @@ def add_up_choices(of_rows, places, of_choices, tokens, K, TOKENS: tl.constexpr,
         tl.store(of_rows + place, tl.sum(tl.where(same, number[:, None, :], 0), axis=2), mask=place >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["choices"])
 def take_of_rows(of_choices, of_rows, places, choices, BLOCK: tl.constexpr):
     """``of_choices``, ``places``: ``[choices]``."""
     gdc_wait()
@@ -47,7 +48,7 @@ def take_of_rows(of_choices, of_rows, places, choices, BLOCK: tl.constexpr):
         tl.store(of_choices + at, tl.load(of_rows + place, mask=place >= 0, other=0), mask=at < choices)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def count_once(weights, ids, tokens, K, TOKENS: tl.constexpr, TOP_K: tl.constexpr):
     """``weights``: float32, ``ids``: ``[tokens, K]``, K <= TOP_K."""
     gdc_wait()

@@ -15,7 +15,9 @@ theirs, too: the product of a token's gradient with what the expert has made of 
 Rows that no token has are zeros, and so are their gradients.
 """
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,13 +98,24 @@ def _dispatch(
     calls = calls_of(experts)
     rows = x.new_zeros(calls.rows_shape(layout))
     received = calls.dispatch(x, topk_ids, topk_weights, layout=layout, rows=rows.flatten(0, -2))
-    places, of_choices = calls.choices(received)
-    weights = x.new_empty(0, dtype=torch.float32)
-    if topk_weights is not None:
-        weights = sums_of_rows(of_choices, places, rows.shape[:-1].numel())
-    counts, offsets = received.counts.clone(), received.offsets.clone()
-    received.release()
+    with others_wait(calls, "dispatch()"):
+        places, of_choices = calls.choices(received)
+        weights = x.new_empty(0, dtype=torch.float32)
+        if topk_weights is not None:
+            weights = sums_of_rows(of_choices, places, rows.shape[:-1].numel())
+        counts, offsets = received.counts.clone(), received.offsets.clone()
+        received.release()
     return rows, counts, offsets, places, weights
+
+
+@contextlib.contextmanager
+def others_wait(calls: Calls, call: str) -> Iterator[None]:
+    """Between the parts of a call, where the other ranks wait for this one's next part: an error breaks the group."""
+    try:
+        yield
+    except BaseException as error:
+        calls.broken_by(call, error)
+        raise
 
 
 @operator("experts_combine")

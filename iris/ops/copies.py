@@ -88,7 +88,7 @@ def add_parts(
 
 
 class Copies:
-    """The stream of copies that goes with one workspace, and its meetings with the peers, ready to be launched."""
+    """The stream of copies that goes with one workspace, and its handshakes with the peers, ready to be launched."""
 
     # As `iris.ops.workspaces` makes what this takes views of.
     @torch.inference_mode(False)
@@ -106,7 +106,7 @@ class Copies:
             self._launches[what] = prepare(handshake, (1, 1, 1), *args, num_warps=1)
 
     def handshake(self, what: str, peer: int = 0) -> None:
-        """Enqueue a meeting on the current stream."""
+        """Enqueue a step of one on the current stream."""
         args = (*self._memory, peer, self.size, what)
         self._launches[what](self._current(), addresses(args))
 

@@ -95,12 +95,12 @@ def _backward(
     make = x.new_empty if calls.config.alignment == 1 else x.new_zeros
     of_rows, rows = (make(calls.rows_shape(LAYOUT)) for _ in range(2))
     received = calls.dispatch(of_out, topk_ids, given, layout=LAYOUT, rows=of_rows)
-    places, of_choices = calls.choices(received)
-    factors = sums_of_rows(of_choices, places, len(rows))
-    received.release()
-    # The combine needs this dispatch's choices, and ends it.
-    received = calls.dispatch(x, topk_ids, None, layout=LAYOUT, rows=rows)
-    try:
+    with exchange.others_wait(calls, f"the gradient of {NAME}"):
+        places, of_choices = calls.choices(received)
+        factors = sums_of_rows(of_choices, places, len(rows))
+        received.release()
+        # The combine needs this dispatch's choices, and ends it.
+        received = calls.dispatch(x, topk_ids, None, layout=LAYOUT, rows=rows)
         offs, counts = received.offsets[1:], received.counts
         hidden, to_down = _multiply(rows, w_up.transpose(1, 2), offs, counts), _multiply(of_rows, w_down, offs, counts)
         value, of_hidden, of_factors = differentiate_activation(hidden, to_down, factors, offs=offs, counts=counts)
@@ -110,17 +110,13 @@ def _backward(
             of_down = sums_of_groups(of_rows, value, received.offsets)
         to_x = _multiply(of_hidden, w_up, offs, counts)
         of_x = calls.combine(to_x, received, first_choices(topk_ids))
-    except BaseException as error:
-        # The other ranks wait for this one's rows.
-        calls.broken_by(f"the gradient of {NAME}", error)
-        raise
-    of_weights = x.new_empty(0, dtype=torch.float32)
-    if topk_weights is not None:
-        # Each rank's part is of that rank's tokens. An expert is on one rank, so a sum adds nothing to it but zeros.
-        here = numbers_of_choices(of_factors, places)
-        back = here.new_empty(here.shape[1:])
-        calls.context.ccl.reduce_scatter(back, here, group=calls.group)
-        of_weights = back[: len(topk_ids)]
+        of_weights = x.new_empty(0, dtype=torch.float32)
+        if topk_weights is not None:
+            # Each rank's part is of that rank's tokens. An expert is on one rank: a sum adds nothing to it but zeros.
+            here = numbers_of_choices(of_factors, places)
+            back = here.new_empty(here.shape[1:])
+            calls.context.ccl.reduce_scatter(back, here, group=calls.group)
+            of_weights = back[: len(topk_ids)]
     return of_x, of_weights, of_up, of_down
 
 

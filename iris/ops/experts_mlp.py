@@ -21,6 +21,7 @@ from iris.ccl.protocols import CollectivesContext
 from iris.errors import InvalidCollectiveError, InvalidConfigError, InvalidExpertsError, UnknownChoiceError
 from iris.experts.checks import check_layout, quantized_dtype
 from iris.experts.expert_parallel import ExpertParallel
+from iris.experts.functional import others_wait
 from iris.experts.kernel_arguments import FewTokens
 from iris.experts.over_hosts import CallsOverHosts
 from iris.ops import combine_in_stages as in_stages
@@ -169,7 +170,7 @@ class ExpertsMlp:
         received = ep.dispatch(
             call.x, call.topk_ids, call.topk_weights, x_scales=call.x_scales, quantize=call.quantize, layout=LAYOUT
         )
-        try:
+        with others_wait(ep._calls, NAME):
             up, down = products(call, scratch, received._slot, received.rows, received.scales)
             multiply(up, down, scratch)
             if overlap:
@@ -178,10 +179,6 @@ class ExpertsMlp:
                 )
             else:
                 ep.combine(down.out, received, out=call.out)
-        except BaseException as error:
-            # The other ranks wait for this one's rows.
-            ep._calls.broken_by(NAME, error)
-            raise
 
     def _prepare(self, call: MlpCall, scratch: Scratch, overlap: bool) -> None:
         """Compile and load what the call needs, before the kernels of any rank wait for another rank."""

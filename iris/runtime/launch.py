@@ -118,10 +118,13 @@ def enqueue(
 ) -> None:
     """Launch a kernel on the current stream of a device, prepared by the first call of its kind; or only prepare it.
 
-    A kind has one grid, one dtype of each tensor, addresses that are all multiples of 16 or not, and the same numbers:
-    so this is for kernels whose numbers change seldom. ``device``: its number, None in the simulator.
+    A kind has one grid, one dtype of each tensor, addresses that are all multiples of 16 or not, and the same numbers,
+    but for those that the kernel does not specialise (``do_not_specialize`` of `triton.jit`): they may change from call
+    to call. ``device``: its number, None in the simulator.
     """
-    key = (id(kernel), grid, device, kind_of(args), num_warps)
+    changing = getattr(kernel, "do_not_specialize", None) or ()
+    kinds = [None if name in changing else kind_of(each) for name, each in zip(kernel.arg_names, args, strict=True)]
+    key = (id(kernel), grid, device, num_warps, *kinds)
     run = _prepared.get(key)
     if run is None:
         run = prepare(kernel, grid, *args, num_warps=num_warps)

@@ -16,6 +16,8 @@ LATE = 2_000_000  # cycles: about a millisecond
 BUSY = ROUTINGS[:-1]
 # Of so many rounds data is drawn; later rounds have these again, in other orders. A prime.
 DRAWN = 199
+# Of each of these: drawn, since the numbers of tokens follow a rule (`test_every_routing_meets_all_numbers_of_tokens`).
+ROUTING = random.Random(1).choices(ROUTINGS, k=DRAWN)
 
 
 def data_of(round):
@@ -40,11 +42,11 @@ def rounds(ctx, low_latency, max_tokens, hidden):
     # Once it is drawn, a rank may be as many rounds ahead as its stream takes: nothing waits for the host.
     @functools.cache
     def inputs(number):
-        return layer.inputs(ROUTINGS[number % len(ROUTINGS)], number, ctx.cur_rank)
+        return layer.inputs(ROUTING[number], number, ctx.cur_rank)
 
     @functools.cache
     def expected(number, weighted):
-        return layer.expected(ROUTINGS[number % len(ROUTINGS)], number, ctx.cur_rank, weighted)
+        return layer.expected(ROUTING[number], number, ctx.cur_rank, weighted)
 
     def finish():
         number, weighting, received = open_rounds.pop(chosen.randrange(len(open_rounds)))
@@ -79,6 +81,14 @@ def rounds(ctx, low_latency, max_tokens, hidden):
 @pytest.mark.parametrize(("max_tokens", "hidden"), [(7, 20), (2, 256)])
 def test_rounds(ranks, low_latency, max_tokens, hidden):
     ranks.run(rounds, low_latency, max_tokens, hidden)
+
+
+@pytest.mark.parametrize("max_tokens", [7, 2])
+def test_every_routing_meets_all_numbers_of_tokens(max_tokens):
+    layer = Layer(2, F32, torch.device("cpu"), max_tokens=max_tokens)
+    for rank in range(2):
+        met = {(routing, layer.tokens(number, rank)) for number, routing in enumerate(ROUTING)}
+        assert len(met) == len(ROUTINGS) * (max_tokens + 1)
 
 
 def twice(ctx, low_latency):

@@ -1,5 +1,7 @@
 """A layer of experts as an operator: results and all gradients are those of one process that has all experts."""
 
+import contextlib
+import dataclasses
 import importlib
 from unittest import mock
 
@@ -54,9 +56,25 @@ def layer_of(name, activation):
     return forward
 
 
-def differentiate(ctx, routings, dtype, inner, activation, weighted, compiled):
+@contextlib.contextmanager
+def new_memory_is_nan():
+    """Of what torch allocates: nothing may be read that nobody has written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def differentiate(ctx, routings, dtype, inner, activation, weighted, compiled, alignment):
+    with new_memory_is_nan():
+        gradients(ctx, routings, dtype, inner, activation, weighted, compiled, alignment)
+
+
+def gradients(ctx, routings, dtype, inner, activation, weighted, compiled, alignment):
     layer = Layer(ctx.num_ranks, dtype, ctx.device, hidden=48)
-    ep, weights = experts(ctx, layer, CONFIG), Weights(layer, inner, activation)
+    ep = experts(ctx, layer, dataclasses.replace(CONFIG, alignment=alignment))
+    weights = Weights(layer, inner, activation)
     eager = layer_of(name_of(ep), activation)
     forward = torch.compile(eager, fullgraph=True, backend="aot_eager", dynamic=True) if compiled else eager
     mine = slice(ep.first_expert, ep.first_expert + ep.num_local_experts)
@@ -85,17 +103,19 @@ def differentiate(ctx, routings, dtype, inner, activation, weighted, compiled):
 
 @pytest.mark.ranks(*((1, 2, 3) if EVERYTHING else (2,)))
 @pytest.mark.parametrize(
-    ("dtype", "inner", "activation", "weighted", "compiled"),
+    ("dtype", "inner", "activation", "weighted", "compiled", "alignment"),
     [
-        thorough(F32, 40, "silu_and_mul", True, True),
-        (BF16, 40, "silu_and_mul", True, False),
+        thorough(F32, 40, "silu_and_mul", True, True, 4),
+        (BF16, 40, "silu_and_mul", True, False, 1),
+        thorough(BF16, 40, "silu_and_mul", True, False, 4),
         # Rows that are no multiple of 16 bytes.
-        (F32, 37, None, False, False),
+        (F32, 37, None, False, False, 4),
+        thorough(F32, 37, None, False, False, 1),
     ],
 )
-def test_results_and_gradients(ranks, dtype, inner, activation, weighted, compiled):
+def test_results_and_gradients(ranks, dtype, inner, activation, weighted, compiled, alignment):
     routings = ROUTINGS if EVERYTHING else ("uneven", "twice the same")
-    ranks.run(differentiate, routings, dtype, inner, activation, weighted, compiled)
+    ranks.run(differentiate, routings, dtype, inner, activation, weighted, compiled, alignment)
 
 
 def frozen(ctx):
@@ -144,6 +164,7 @@ def fail_in(ctx, place):
     module, name = {
         "forward": ("experts_mlp", "multiply"),
         "gradient": ("experts_functional", "differentiate_activation"),
+        "gradient's first dispatch": ("experts_functional", "sums_of_rows"),
     }[place]
     makes = importlib.import_module(f"iris.ops.{module}")
     usual = getattr(makes, name)
@@ -166,7 +187,7 @@ def fail_in(ctx, place):
 
 
 @pytest.mark.ranks(2, Hosts(2, 2))
-@pytest.mark.parametrize("place", ["forward", thorough("gradient")])
+@pytest.mark.parametrize("place", ["forward", thorough("gradient"), thorough("gradient's first dispatch")])
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="not tried where kernels wait on a GPU")
 def test_nobody_waits_for_a_rank_that_fails_between(ranks, mistaken, place):
     ranks.run(fail_between, place)

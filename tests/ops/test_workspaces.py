@@ -89,22 +89,22 @@ def test_calls_with_a_workspace_of_their_own(ranks, name):
 
 def overtake(ctx):
     """A rank that is late to fetch the rows of its peers finds them, whatever these call next."""
-    meet, wrong = Copies.meet, torch.zeros((), dtype=torch.int64)
+    handshake, wrong = Copies.handshake, torch.zeros((), dtype=torch.int64)
     number = 0
 
-    def meet_and_rest(copies, what, peer=0):
-        meet(copies, what, peer)
-        if what == "await ready" and number // 4 % ctx.num_ranks == ctx.cur_rank:
+    def late(copies, what, peer=0):
+        handshake(copies, what, peer)
+        if what == "wait ready" and number // 4 % ctx.num_ranks == ctx.cur_rank:
             time.sleep(0.05)
 
-    Copies.meet = meet_and_rest
+    Copies.handshake = late
     try:
         for number in range(8 * ctx.num_ranks):
             # What follows 33 rows lies where those of rank 0 were.
             config, rows = ("copies", 33) if number % 2 == 0 else (("triton", "copies")[number // 2 % 2], 6)
             call(ctx, "all_gather_matmul", config, rows, number, wrong)
     finally:
-        Copies.meet = meet
+        Copies.handshake = handshake
     assert wrong.item() == 0
 
 
