@@ -225,10 +225,10 @@ class Operations:
         largest of its absolute values over the largest number of the dtype, which is stored in ``row_scales``, float32,
         one a row. Out and residual are contiguous. Either may be ``input`` itself, which is written over then.
 
-        With ``residual_layout="sharded"`` each rank keeps a W-th of the rows of the residual, ``[rows / W, H]``, not in
-        the memory of ``input``: rank 0 the first. It adds up and normalises these rows and sends the results, so an
-        ``out`` of fp8 takes less of the link. For many rows, as it is a reduce_scatter, a kernel and an all_gather.
-        `UnknownChoiceError` for another layout than this and "replicated".
+        With ``residual_layout="sharded"`` each rank keeps a W-th of the rows of the residual, ``[rows / W, H]``: rank 0
+        the first. It may not lie in the memory of ``input``. The rank adds up and normalises these rows and sends the
+        results, so an ``out`` of fp8 takes less of the link. For many rows, as it is a reduce_scatter, a kernel and an
+        all_gather. `UnknownChoiceError` for another layout than this and "replicated".
         """
         if residual_layout not in LAYOUTS:
             raise UnknownChoiceError("residual_layout", residual_layout, LAYOUTS)

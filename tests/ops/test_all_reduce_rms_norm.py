@@ -235,7 +235,8 @@ def decided_at_first(ctx):
                 patch.setattr(normalisation, "ROOM_LEFT", left)
                 begin = call if own.cur_rank == 0 else 0
                 given = torch.empty(3 * columns + 1, device=own.device)[begin:][: 3 * columns].view(3, columns)
-                out = torch.empty_like(given).copy_(given.copy_(everyone[own.cur_rank]))
+                given.copy_(everyone[own.cur_rank])
+                out = torch.empty_like(given)
                 own.ops.all_reduce_rms_norm(out, given, weight, EPS)
                 wanted = expected(sum(everyone), None, weight.cpu())[1]
                 torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-5, atol=1e-5)

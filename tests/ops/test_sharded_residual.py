@@ -1,7 +1,6 @@
 """all_reduce_rms_norm whose residual is kept by the ranks that own its rows: the same bits as with a whole one."""
 
 import contextlib
-import time
 from unittest import mock
 
 import pytest
@@ -88,12 +87,11 @@ def fail_between(ctx):
         raise MemoryError("no room for a kernel")
 
     with iris.iris(1 << 20) as other:
-        x, start, here = torch.ones(4, 8, device=other.device), time.monotonic(), other.cur_rank == 1
+        x, here = torch.ones(4, 8, device=other.device), other.cur_rank == 1
         with mock.patch.object(AllReduceRmsNorm, "_of_sums", refuse) if here else contextlib.nullcontext():
             with pytest.raises(MemoryError if here else GroupAbortedError, match="no room for a kernel"):
                 other.ops.all_reduce_rms_norm(torch.empty_like(x), x, x[0].clone(), residual_layout="sharded")
         dist.barrier()
-        assert time.monotonic() - start < 30
 
 
 @needs_gloo
