@@ -168,9 +168,9 @@ def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -
     were fitted to times of whole calls, and not measured, stay as they are.
 
     Among ranks that torchrun started, or that this starts. The sizes are those of the collectives, each twice the one
-    before; and 3/2 of one, where another variant is faster at the next. Over several hosts it measures Iris' steps
-    beside the vendor's collectives; the table is for as many hosts with as many ranks, and for the first rank, whose
-    choice counts.
+    before; and on one host 3/2 of one, where another variant is faster at the next. Over several hosts it measures
+    Iris' steps beside the vendor's collectives; the table is for as many hosts with as many ranks, and for the first
+    rank, whose choice counts.
     """
     requirements.check()
     from iris.bench import ranks

@@ -1,6 +1,6 @@
 """`all_reduce_rms_norm`: what it may be asked for, which kernel carries it, and its launch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,8 +69,11 @@ class NormCall(NamedTuple):
     def rows(self) -> int:
         return self.input.numel() // self.columns
 
-    def check(self, device: torch.device, owners: int = 1) -> None:
-        """Raise unless this can be computed on ``device``. ``owners``: how many ranks share the residual."""
+    def check(self, device: torch.device, owners: int | None = None) -> None:
+        """Raise unless this can be computed on ``device``.
+
+        ``owners``: among how many ranks the residual is sharded; None if each has all of it.
+        """
         check_devices("all_reduce_rms_norm", self.given(), device)
         problem = self._problem(owners)
         if problem:
@@ -81,26 +84,25 @@ class NormCall(NamedTuple):
         needed = ("out", "input", "weight")
         return {role: tensor for role, tensor in self._asdict().items() if tensor is not None or role in needed}
 
-    def _problem(self, owners: int) -> str | None:
+    def _problem(self, owners: int | None) -> str | None:
         """What is wrong, in words."""
         x, columns = self.input, self.columns
         if self.weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != columns or not 0 < columns <= MOST_COLUMNS:
             return f"weight has one dimension, of as many elements as a row of input has, 1 to {MOST_COLUMNS}"
         if x.dtype not in WIDE or self.weight.dtype not in WIDE:
             return "input and weight are fp16, bf16 or fp32"
-        if self.rows % owners:
+        if not _lies_as(self.out, x.shape):
+            return "out has the shape of input, and is contiguous"
+        if owners is None:
+            if not _lies_as(self.residual, x.shape):
+                return "residual has the shape of input, and is contiguous"
+        elif self.rows % owners:
             return f"{owners} ranks cannot own equal parts of {self.rows} rows; give a multiple"
-        for role, tensor in (("out", self.out), ("residual", self.residual)):
-            if tensor is None:
-                continue
-            if role == "residual" and owners > 1:
-                if tensor.shape != (self.rows // owners, columns) or not tensor.is_contiguous():
-                    return f"a residual that is sharded has shape {[self.rows // owners, columns]}, and is contiguous"
-            elif tensor.shape != x.shape or not tensor.is_contiguous():
-                return f"{role} has the shape of input, and is contiguous"
+        elif not _lies_as(self.residual, (self.rows // owners, columns)):
+            return f"a residual that is sharded has shape {[self.rows // owners, columns]}, and is contiguous"
         if self.residual is not None and self.residual.dtype not in WIDE:
             return "the residual is fp16, bf16 or fp32"
-        clash = self._clash()
+        clash = self._clash(owners is not None)
         if clash:
             return f"{clash} overlap in memory, in a way that it does not allow; give it an output of its own"
         if self.out.dtype not in WIDE + NARROW:
@@ -118,8 +120,11 @@ class NormCall(NamedTuple):
             return f"row_scales are {self.rows} contiguous elements of float32, one a row"
         return None
 
-    def _clash(self) -> str | None:
-        """What is written where something else lies, but for an input that is written over in whole, row by row."""
+    def _clash(self, sharded: bool) -> str | None:
+        """What is written where something else lies, but for an input that is written over in whole, row by row.
+
+        Not by a ``sharded`` residual: its rows begin where the input does on rank 0 alone, and all ranks refuse a call.
+        """
         if self.residual is not None and _overlap(self.out, self.residual):
             return "out and residual"
         for written, tensor in (("out", self.out), ("residual", self.residual)):
@@ -127,7 +132,8 @@ class NormCall(NamedTuple):
                 # What is not contiguous is copied before.
                 if tensor is None or not other.is_contiguous() or not _overlap(tensor, other):
                     continue
-                if read == "weight" or (tensor.data_ptr(), tensor.dtype) != (other.data_ptr(), other.dtype):
+                in_place = (tensor.data_ptr(), tensor.dtype) == (other.data_ptr(), other.dtype)
+                if read == "weight" or not in_place or (sharded and written == "residual"):
                     return f"{written} and {read}"
         return None
 
@@ -150,6 +156,11 @@ class NormCall(NamedTuple):
     def tensors(self, input: torch.Tensor) -> NormTensors:
         """For kernels: with ``input``, or the sums that are there already."""
         return NormTensors(input, self.residual, self.weight, self.out, self.scale, self.row_scales)
+
+
+def _lies_as(tensor: torch.Tensor | None, shape: Sequence[int]) -> bool:
+    """Whether what is given is contiguous and has this shape."""
+    return tensor is None or (tensor.shape == shape and tensor.is_contiguous())
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -228,7 +239,7 @@ class AllReduceRmsNorm:
 
     def __call__(self, call: NormCall, eps: float, layout: str = REPLICATED) -> None:
         """``layout``: one of `LAYOUTS`."""
-        owners = self._context.num_ranks if layout == SHARDED else 1
+        owners = self._context.num_ranks if layout == SHARDED else None
         call.check(self._context.device, owners)
         eps = eps if eps.__class__ is float else real("eps", eps)
         if not call.out.numel():
@@ -246,7 +257,7 @@ class AllReduceRmsNorm:
         self._used = True
         # Numbers of rows share memory and launches up to the next power of two.
         line = self._context._workspaces[None].line(stream, True) if capturing else stream
-        if owners > 1:
+        if owners is not None and owners > 1:
             self._by_owners(call, eps, stream)
             return
         key = (power_of_two(call.rows), *call.kind(), line)
@@ -275,9 +286,8 @@ class AllReduceRmsNorm:
         )
         units = room * pieces
         slot_bytes = -(-SLOTS.value * units * STEPS[variant] * comm.size * part * itemsize // 16) * 16
-        # Every shape has a channel, which is kept, and however many there are the collectives need room for theirs.
         nbytes, memory = slot_bytes + 20 * units, comm.workspace
-        if slot_bytes > memory.limit // SHARE_OF_WORKSPACE or memory.room - nbytes < memory.limit // ROOM_LEFT:
+        if slot_bytes > memory.limit // SHARE_OF_WORKSPACE:
             return self._behind_all_reduce(call)
         programs = min(units, SIMULATED_PROGRAMS if sms is None else WARPS * sms // warps)
         early = sms is not None and programs * warps <= EARLY_WARPS * sms
@@ -286,13 +296,14 @@ class AllReduceRmsNorm:
         shape = RowDivision(call.columns, pieces, piece, part, block, lanes, clustered, early)
         wanted = [name for name, tensor in call._asdict().items() if tensor is not None]
         # By what is wanted too: of what programs tell each other, each call writes the words that it reads.
-        channel = memory.channel(
+        name = (
             f"all_reduce_rms_norm of {room} rows of {call.columns} {call.input.dtype} by {variant}, {shape}, "
-            f"with {wanted} of {call.out.dtype}",
-            line,
-            nbytes,
-            slice(slot_bytes + 16 * units, None),
+            f"with {wanted} of {call.out.dtype}"
         )
+        # Every shape has a channel, which is kept, and however many there are the collectives need room for theirs.
+        if not memory.admits(name, line, nbytes, left=memory.limit // ROOM_LEFT):
+            return self._behind_all_reduce(call)
+        channel = memory.channel(name, line, nbytes, slice(slot_bytes + 16 * units, None))
         # The regions first, which are aligned then whatever their number; what programs of a row tell each other.
         slots = channel.memory[:slot_bytes].view({2: torch.int16, 4: torch.int32}[itemsize])
         partials = channel.memory[slot_bytes : slot_bytes + 16 * units].view(torch.int64)

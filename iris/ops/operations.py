@@ -226,9 +226,9 @@ class Operations:
         one a row. Out and residual are contiguous. Either may be ``input`` itself, which is written over then.
 
         With ``residual_layout="sharded"`` each rank keeps a W-th of the rows of the residual, ``[rows / W, H]``: rank 0
-        the first. It adds up and normalises these rows and sends the results, so an ``out`` of fp8 takes less of the
-        link. For many rows, as it is a reduce_scatter, a kernel and an all_gather. `UnknownChoiceError` for another
-        layout than this and "replicated".
+        the first. It may not lie in the memory of ``input``. The rank adds up and normalises these rows and sends the
+        results, so an ``out`` of fp8 takes less of the link. For many rows, as it is a reduce_scatter, a kernel and an
+        all_gather. `UnknownChoiceError` for another layout than this and "replicated".
         """
         if residual_layout not in LAYOUTS:
             raise UnknownChoiceError("residual_layout", residual_layout, LAYOUTS)
@@ -238,7 +238,7 @@ class Operations:
             call = NormCall(out, input, weight, residual, scale, row_scales)
             self._all_reduce_rms_norm(call, eps, residual_layout)
         except BaseException as error:
-            self._abort_flag.interrupted("all_reduce_rms_norm", error)
+            self._interrupted("all_reduce_rms_norm", error)
             raise
         for written in (out, residual, row_scales):
             if written is not None:
@@ -323,12 +323,16 @@ class Operations:
                 buffers = self._workspaces.find(needs, stream) if workspace is None else workspace
                 algorithm.enqueue(call, config, buffers, stream)
         except BaseException as error:
-            self._abort_flag.interrupted(call.name, error)
+            self._interrupted(call.name, error)
             raise
         bump_version(call.out)
         if call.gathered is not None:
             bump_version(call.gathered)
         return Work(self._on_gpu) if async_op else None
+
+    def _interrupted(self, name: str, error: BaseException) -> None:
+        """Let nobody wait for this rank, whose call has ended with this error; unless it had not begun."""
+        self._abort_flag.interrupted(name, error)
 
     @torch.no_grad()
     def _prepare(self, call: Call, config: FusedConfig | None) -> Buffers | None:

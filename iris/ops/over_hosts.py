@@ -6,6 +6,7 @@
 | matmul_reduce_scatter | what is for one other host after the other is multiplied, then what is for the own; a sum |
 | matmul_all_reduce | the same, of which each rank has a part then, and an all_gather over hosts |
 | all_reduce_rms_norm | an all_reduce over hosts, and a kernel that normalises |
+| the same with a sharded residual | a reduce_scatter over hosts, that kernel, and an all_gather over hosts |
 | the others | the vendor's GEMM and a collective over hosts, one behind the other |
 
 The first three are the vendor's GEMM and a collective, too, where arithmetic says that this is faster: the times are
@@ -147,11 +148,14 @@ class OperationsOverHosts(Operations):
                     "matmul_all_reduce": self._matmul_all_reduce,
                 }[call.name](call, config)
         except BaseException as error:
-            self._abort_flag.interrupted(call.name, error)
-            notify_other_hosts(self._context._world.group)
+            self._interrupted(call.name, error)
             raise
         bump_version(call.out)
         return Work(self._on_gpu) if async_op else None
+
+    def _interrupted(self, name: str, error: BaseException) -> None:
+        super()._interrupted(name, error)
+        notify_other_hosts(self._context._world.group)
 
     def _prepare(self, call: Call, config: FusedConfig | None) -> NoReturn:
         self._refuse(call, "_preamble", "Call the operation without a workspace.")

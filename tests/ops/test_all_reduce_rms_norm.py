@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from covering import EVERYTHING, RANKS, covering
 
+import iris
 from iris.ccl import functional as collectives
 from iris.errors import InvalidCollectiveError, InvalidGroupError, NotATensorError
 from iris.ops import functional, normalisation
@@ -222,3 +223,27 @@ def with_little_room(ctx):
 
 def test_many_shapes_leave_room_for_the_collectives(ranks):
     ranks.run(with_little_room)
+
+
+def decided_at_first(ctx):
+    """Shapes whose room changes before rank 0 has an input that lies otherwise, and prepares a launch of its own."""
+    with iris.iris(1 << 20) as own, pytest.MonkeyPatch.context() as patch, by(own, "one_shot"):
+        workspace, some, none = own.ccl.communicator().workspace, normalisation.ROOM_LEFT, 1
+        for columns, *rooms in ((1031, some, none), (1033, none, some)):
+            everyone, weight = inputs(own, 0, (3, columns), FP32), data(99, (columns,), FP32).to(own.device)
+            for call, left in enumerate(rooms):
+                patch.setattr(normalisation, "ROOM_LEFT", left)
+                begin = call if own.cur_rank == 0 else 0
+                given = torch.empty(3 * columns + 1, device=own.device)[begin:][: 3 * columns].view(3, columns)
+                given.copy_(everyone[own.cur_rank])
+                out = torch.empty_like(given)
+                own.ops.all_reduce_rms_norm(out, given, weight, EPS)
+                wanted = expected(sum(everyone), None, weight.cpu())[1]
+                torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
+        used = " ".join(workspace.progress())
+    assert "of 1031" in used and "of 1033" not in used
+
+
+@pytest.mark.ranks(2)
+def test_the_first_call_of_a_shape_decides_for_all_that_follow(ranks):
+    ranks.run(decided_at_first)

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import pytest
 import torch
+import torch.distributed as dist
 
 from iris.bench import norms, operations, ops_command, plots
 from iris.errors import InvalidValueError
@@ -158,3 +159,20 @@ def spoilt(ctx):
 
 def test_a_wrong_result_is_noticed(ranks):
     ranks.run(spoilt)
+
+
+def without_the_residual(ctx):
+    """Rank 0's rows are added twice in its place."""
+    x = norms.rows(ctx, (4, 16, 0), torch.float32)
+
+    def call():
+        total, first = x.input.clone(), x.input.clone()
+        dist.all_reduce(total)
+        dist.broadcast(first, 0)
+        x.out.copy_(torch.nn.functional.rms_norm(total + first, x.weight.shape, x.weight, norms.EPS))
+
+    return norms.check(ctx, x, norms.RESIDUAL, call).reason
+
+
+def test_a_residual_that_is_left_out_is_noticed(ranks):
+    assert all("wrong result" in reason for reason in ranks.run(without_the_residual))
