@@ -5,10 +5,10 @@ import random
 
 import pytest
 import torch
-from covering import EVERYTHING, SAMPLED
+from covering import EVERYTHING, SAMPLED, thorough
 from hesitation import hesitant
 
-from experts.layers import ROUTINGS, Layer, both_forms, done_with, experts
+from experts.layers import FEW, ROUTINGS, Layer, both_forms, done_with, experts
 from iris.experts import ExpertsConfig
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -111,7 +111,7 @@ def twice(ctx, low_latency):
 
 
 @pytest.mark.ranks(3 if EVERYTHING else 2)
-@both_forms
+@pytest.mark.parametrize("low_latency", [thorough(False), FEW], ids=["many", "few"])
 def test_the_same_bits_in_every_run(ranks, low_latency):
     ranks.run(twice, low_latency)
 
