@@ -21,16 +21,20 @@ COMPARISONS, CHOICES = 1024, 1024
 PROGRAMS, SIMULATED_PROGRAMS = 128, 2
 
 
+@triton.jit
+def choices_of(begin, tokens, K, TOKENS: tl.constexpr, TOP_K: tl.constexpr):
+    """Where the choices of the tokens from ``begin`` on are, ``[TOKENS, TOP_K]``, and which of them there are."""
+    token, k = begin + tl.arange(0, TOKENS), tl.arange(0, TOP_K)
+    return token[:, None] * K + k[None, :], (token < tokens)[:, None] & (k < K)[None, :]
+
+
 # A number of tokens may be 1, and is no constant then.
 @triton.jit(do_not_specialize=["tokens"])
 def add_up_choices(of_rows, places, of_choices, tokens, K, TOKENS: tl.constexpr, TOP_K: tl.constexpr):
     """``of_rows``: float32, written where a choice is. ``places``, ``of_choices``: ``[tokens, K]``, K <= TOP_K."""
     gdc_wait()
-    k = tl.arange(0, TOP_K)
     for begin in range(tl.program_id(0) * TOKENS, tokens, tl.num_programs(0) * TOKENS):
-        token = begin + tl.arange(0, TOKENS)
-        at = token[:, None] * K + k[None, :]
-        mask = (token < tokens)[:, None] & (k < K)[None, :]
+        at, mask = choices_of(begin, tokens, K, TOKENS=TOKENS, TOP_K=TOP_K)
         place = tl.load(places + at, mask=mask, other=-1)
         number = tl.load(of_choices + at, mask=mask, other=0)
         same = place[:, :, None] == place[:, None, :]
@@ -54,9 +58,7 @@ def count_once(weights, ids, tokens, K, TOKENS: tl.constexpr, TOP_K: tl.constexp
     gdc_wait()
     k = tl.arange(0, TOP_K)
     for begin in range(tl.program_id(0) * TOKENS, tokens, tl.num_programs(0) * TOKENS):
-        token = begin + tl.arange(0, TOKENS)
-        at = token[:, None] * K + k[None, :]
-        mask = (token < tokens)[:, None] & (k < K)[None, :]
+        at, mask = choices_of(begin, tokens, K, TOKENS=TOKENS, TOP_K=TOP_K)
         expert = tl.load(ids + at, mask=mask, other=-1)
         before = (expert[:, :, None] == expert[:, None, :]) & (k[None, None, :] < k[None, :, None])
         tl.store(weights + at, (tl.sum(before.to(tl.int32), axis=2) == 0).to(tl.float32), mask=mask)
@@ -78,7 +80,7 @@ def numbers_of_choices(of_rows: torch.Tensor, places: torch.Tensor) -> torch.Ten
 
 
 def first_choices(topk_ids: torch.Tensor) -> torch.Tensor:
-    """As `iris.experts.functional.first_choices`."""
+    """As `iris.experts.functional.first_choices`, which torch can trace."""
     weights = topk_ids.new_empty(topk_ids.shape, dtype=torch.float32)
     if topk_ids.numel():
         _enqueue_by_tokens(count_once, weights, topk_ids.contiguous())

@@ -16,6 +16,7 @@ from iris.experts.dispatch import dispatch
 from iris.experts.memory import extents
 from iris.experts.routing import RECEIVE, SEND
 from iris.experts.token_rows import DISPATCHED, GIVEN, UNWEIGHTED
+from iris.runtime import launch
 
 FORMS = ("as it is", *forms("sm_90"))
 PHASES = {"sends": SEND.value, "receives": RECEIVE.value}
@@ -94,6 +95,16 @@ def test_choices_are_compared_in_registers(target, case):
     kernel, top_k = case
     compiled = compile_for(target, kernel, *of_choices(kernel, top_k), num_warps=4)
     assert not target.startswith("sm") or not spilled(compiled)
+
+
+def test_a_launch_is_for_any_number_of_tokens(monkeypatch):
+    """Another one would be compiled in a backward pass, while other ranks wait."""
+    prepared = {}
+    monkeypatch.setattr(launch, "_prepared", prepared)
+    monkeypatch.setattr(launch, "prepare", lambda *arguments, **options: lambda stream, arguments: None)
+    for tokens in (1, 2, 16, 37):
+        choices.first_choices(torch.zeros(tokens, 3, dtype=torch.int64))
+    assert len(prepared) == 1
 
 
 def alone(kernel):
