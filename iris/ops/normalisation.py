@@ -20,32 +20,25 @@ from iris.language.target import on_nvidia, threads_per_warp
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
 from iris.ops.call import NARROW, WIDE, check_devices, described
 from iris.ops.kernel_arguments import NormChannel, NormTensors, RowDivision, by_name
+from iris.ops.row_division import EARLY_WARPS, MOST_WARPS, REGISTERS, STEPS, WARPS, divide
 from iris.runtime.launch import addresses, prepare, remember
 
 DEBUGGING = debugging()
 
-# Elements of a row that a program has at least, in one shot, and twice as many in two; and of them that a rank adds up.
-SMALLEST_PIECE, SMALLEST_PART = 256, 128
 # Columns of a row at most: one program's registers hold it.
 MOST_COLUMNS = 32768
-MOST_WARPS = 8
-# Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
-# "Compute Capabilities": 65536 registers). A launch has half of the warps; or a third, if the next launch of its stream
-# may take places before its turn: see `iris.ccl.kernel_launch.ALL_REGISTERS`.
-REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
-# Bytes that a thread of a program in a cluster holds at most: in one shot of the pieces of all ranks; and of one piece
-# and what is computed from it, which is four times as much. Such a program has no more warps than that asks for, since
-# on AMD they have to agree in every round of polling; and two at most: programs of a cluster begin together or not at
-# all, and of two warps each takes an eighth of a multiprocessor's registers at most, a warp a quarter of a partition's,
-# which collectives leave in each of the four (`iris.ccl.kernel_launch.MOST_REGISTERS`).
-CLUSTER_BYTES, CLUSTER_WARPS = 256, 2
-
 # Who keeps the residual: every rank all of it; or each rank the rows that it owns, one W-th of them, by rank.
 REPLICATED, SHARDED = "replicated", "sharded"
 LAYOUTS = (REPLICATED, SHARDED)
 
-# The variants of all_reduce that have a kernel of their own here, and the steps of each.
-STEPS = {"one_shot": 1, "two_shot_push": 2}
+# Bytes of the rows of a launch, if there is one behind the other. With 8 MiB each, two H200 normalise 4.1 to 4.3 us a
+# MiB, of any number of rows, where an all-reduce of more and a kernel behind it take 4.6 to 5.8. Not with more ranks:
+# on 4 H200 larger sums are faster, 39 us for 8 MiB of 64 and 49 for 8 alone.
+LEAST_AT_A_TIME = 4 << 20
+
+# Memory that shall be free behind a call's, as a multiple of that. Without it many rows of several shapes took all that
+# calls may have, and single rows 6.5 us instead of 3.5 (2 x H200).
+FEWER_ROWS = 4
 
 Launch = Callable[["NormCall", float, int | None], None]
 """Called with a call like the one it was made for, `eps` and the stream's handle."""
@@ -145,6 +138,13 @@ class NormCall(NamedTuple):
         """What ``out`` can hold, if it is of fp8."""
         return torch.finfo(self.out.dtype).max if self.out.dtype in NARROW else 0.0
 
+    def of(self, rows: slice) -> "NormCall":
+        """Of these rows alone."""
+        out, input = (x.view(-1, self.columns)[rows] for x in (self.out, self.input))
+        residual = None if self.residual is None else self.residual.view(-1, self.columns)[rows]
+        scales = None if self.row_scales is None else self.row_scales.view(-1)[rows]
+        return self._replace(out=out, input=input, residual=residual, row_scales=scales)
+
     def owned(self, rank: int, owners: int) -> "NormCall":
         """Of the rows that a rank owns of so many, with their sums as ``input``: where these are to be put."""
         rows = slice(rank * self.rows // owners, (rank + 1) * self.rows // owners)
@@ -168,64 +168,14 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.data_ptr() < y.data_ptr() + y.nbytes and y.data_ptr() < x.data_ptr() + x.nbytes
 
 
-class Division(NamedTuple):
-    """How the rows of a call are divided among programs."""
+def one_behind_the_other(launch: Launch, some: int) -> Launch:
+    """Of all rows of a call, ``some`` at a time."""
 
-    pieces: int
-    """Of a row, each with a program of its own if there are several."""
-    piece: int
-    """Elements of one, rounded up to a power of two."""
-    part: int
-    """Elements of one that a rank adds up: in one shot all of them."""
-    block: int
-    """The same, rounded up to a power of two."""
-    warps: int
-    clustered: bool
-    """Whether the programs of a row are a cluster."""
+    def enqueue(given: NormCall, eps: float, stream: int | None) -> None:
+        for begin in range(0, given.rows, some):
+            launch(given.of(slice(begin, begin + some)), eps, stream)
 
-
-def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms: int | None, cluster: int) -> Division:
-    """For ``room`` rows of ``columns``, by a variant of `STEPS` among ``size`` ranks.
-
-    ``sms``: multiprocessors, or None in the simulator; ``cluster``: programs that a cluster has at most.
-    """
-    threads = threads_per_warp()
-    # At least as many words as a warp has threads: each polls one of its own (`iris.language.ll`).
-    fewest = threads * max(1, 4 // itemsize)
-    ranks = 1 if variant == "one_shot" else size
-
-    def held(piece: int) -> int:
-        """Bytes, of all ranks' parts or of what comes of them."""
-        return piece * itemsize * max(4, size if variant == "one_shot" else 1)
-
-    def cut(clustered: bool) -> Division:
-        """Into as many pieces as there may be."""
-        programs = SIMULATED_PROGRAMS if sms is None else (4 if clustered else 2) * sms
-        most_pieces = min(cluster, programs // room) if clustered else programs // room
-        smallest = SMALLEST_PIECE if ranks == 1 else max(2 * SMALLEST_PIECE, ranks * SMALLEST_PART)
-        pieces = 1
-        while 2 * pieces * smallest <= power_of_two(columns) and 2 * pieces <= most_pieces:
-            pieces *= 2
-        if variant == "one_shot":
-            piece = part = block = max(fewest, power_of_two(columns) // pieces)
-            # 16 bytes a thread of what is polled; or 32 of a piece if each thread still polls a word.
-            share = block * itemsize // 16
-        else:
-            # Parts begin at multiples of 16 bytes.
-            part = -(-columns // (8 * pieces * ranks)) * 8
-            piece, block = max(fewest, power_of_two(ranks * part)), max(fewest, power_of_two(part))
-            share = min(piece * itemsize // 32, block * itemsize // 4)
-        most_warps = power_of_two(-(-held(piece) // (threads * CLUSTER_BYTES))) if clustered else MOST_WARPS
-        warps = max(1, min(most_warps, share // threads))
-        # Pieces of a row are under way together, so there must be room for all programs.
-        while sms is not None and pieces > 1 and warps > 1 and room * pieces * warps > WARPS * sms:
-            warps //= 2
-        return Division(pieces, piece, part, block, warps, clustered)
-
-    # Fewer pieces that meet in shared memory are faster than more that meet in L2.
-    division = cut(clustered=True)
-    fits = held(division.piece) <= division.warps * threads * CLUSTER_BYTES and division.warps <= CLUSTER_WARPS
-    return division if division.pieces > 1 and fits else cut(clustered=False)
+    return enqueue
 
 
 class AllReduceRmsNorm:
@@ -271,15 +221,34 @@ class AllReduceRmsNorm:
 
     def _prepare(self, call: NormCall, line: Line) -> Launch:
         """A function that enqueues calls like this one."""
-        comm, room, itemsize = self._context.ccl.communicator(), power_of_two(call.rows), call.input.itemsize
+        comm, room = self._context.ccl.communicator(), power_of_two(call.rows)
         if self._context.num_hosts > 1:
             return self._behind_all_reduce(call)
         variant = "one_shot"
         if comm.size > 1:
-            nbytes = room * call.columns * itemsize
+            nbytes = room * call.columns * call.input.itemsize
             variant = choose(comm.table, "all_reduce", nbytes, Config(), {*STEPS, "two_shot", "pull"}).variant
-        if variant not in STEPS:
-            return self._behind_all_reduce(call)
+        launch = self._in_one_kernel(call, variant, line) if variant in STEPS else None
+        return launch or self._some_at_a_time(call, line) or self._behind_all_reduce(call)
+
+    def _some_at_a_time(self, call: NormCall, line: Line) -> Launch | None:
+        """Of more rows than the kernel has room for: as many as it has, in launches one behind the other.
+
+        None where that is slower than an all-reduce of all rows, or there is no room for as few.
+        """
+        comm, row = self._context.ccl.communicator(), call.columns * call.input.itemsize
+        some = power_of_two(call.rows) // 2
+        while comm.size == 2 and some * row >= LEAST_AT_A_TIME:
+            variant = choose(comm.table, "all_reduce", some * row, Config(), {*STEPS, "two_shot", "pull"}).variant
+            launch = self._in_one_kernel(call.of(slice(0, some)), variant, line) if variant == "two_shot_push" else None
+            if launch is not None:
+                return one_behind_the_other(launch, some)
+            some //= 2
+        return None
+
+    def _in_one_kernel(self, call: NormCall, variant: str, line: Line) -> Launch | None:
+        """Of a variant of `STEPS`. None if there is no room for it."""
+        comm, room, itemsize = self._context.ccl.communicator(), power_of_two(call.rows), call.input.itemsize
         sms = comm.num_sms if self._on_gpu else None
         pieces, piece, part, block, warps, clustered = divide(
             variant, comm.size, room, call.columns, itemsize, sms, comm.largest_cluster
@@ -288,7 +257,7 @@ class AllReduceRmsNorm:
         slot_bytes = -(-SLOTS.value * units * STEPS[variant] * comm.size * part * itemsize // 16) * 16
         nbytes, memory = slot_bytes + 20 * units, comm.workspace
         if slot_bytes > memory.limit // SHARE_OF_WORKSPACE:
-            return self._behind_all_reduce(call)
+            return None
         programs = min(units, SIMULATED_PROGRAMS if sms is None else WARPS * sms // warps)
         early = sms is not None and programs * warps <= EARLY_WARPS * sms
         lanes = max(pieces, power_of_two(warps * threads_per_warp()))
@@ -300,9 +269,10 @@ class AllReduceRmsNorm:
             f"all_reduce_rms_norm of {room} rows of {call.columns} {call.input.dtype} by {variant}, {shape}, "
             f"with {wanted} of {call.out.dtype}"
         )
-        # Every shape has a channel, which is kept, and however many there are the collectives need room for theirs.
-        if not memory.admits(name, line, nbytes, left=memory.limit // ROOM_LEFT):
-            return self._behind_all_reduce(call)
+        # Every shape has a channel, which is kept, and however many there are the collectives need room for theirs. So
+        # do fewer rows than these, which gain more.
+        if not memory.admits(name, line, nbytes, left=memory.limit // ROOM_LEFT + FEWER_ROWS * nbytes):
+            return None
         channel = memory.channel(name, line, nbytes, slice(slot_bytes + 16 * units, None))
         # The regions first, which are aligned then whatever their number; what programs of a row tell each other.
         slots = channel.memory[:slot_bytes].view({2: torch.int16, 4: torch.int32}[itemsize])

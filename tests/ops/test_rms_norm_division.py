@@ -8,21 +8,21 @@ import torch.distributed as dist
 
 from iris.ccl import communicator
 from iris.language.target import threads_per_warp
-from iris.ops import normalisation
+from iris.ops import row_division
 from ops.norms import BF16, CLUSTERS, rounds
 
 
 def beyond_the_row(ctx, cluster):
     """Pieces so small that what they are rounded up by is more than one of them."""
     columns, sms = 200, ctx.get_cu_count() if torch.cuda.is_available() else None
-    before = normalisation.SMALLEST_PIECE, normalisation.SMALLEST_PART
-    normalisation.SMALLEST_PIECE, normalisation.SMALLEST_PART = 16, 8
+    before = row_division.SMALLEST_PIECE, row_division.SMALLEST_PART
+    row_division.SMALLEST_PIECE, row_division.SMALLEST_PART = 16, 8
     try:
-        division = normalisation.divide("two_shot_push", ctx.num_ranks, 1, columns, 2, sms, cluster)
+        division = row_division.divide("two_shot_push", ctx.num_ranks, 1, columns, 2, sms, cluster)
         assert (division.pieces - 1) * ctx.num_ranks * division.part >= columns
         rounds(ctx, "two_shot_push", (1, columns), BF16, BF16, None, True, cluster)
     finally:
-        normalisation.SMALLEST_PIECE, normalisation.SMALLEST_PART = before
+        row_division.SMALLEST_PIECE, row_division.SMALLEST_PART = before
 
 
 @pytest.mark.ranks(2, 3)
@@ -40,7 +40,7 @@ def test_programs_that_wait_for_each_other_all_have_a_place():
         ("one_shot", "two_shot_push"), (1, 2, 3, 5, 6, 7, 8, 12), (1, 2, 16, 64, 1024),
         (1, 300, 4096, 5000, 16384, 32768), (2, 4), (1, 8, 16),
     ):  # fmt: skip
-        division = normalisation.divide(variant, size, room, columns, itemsize, SMS, cluster)
+        division = row_division.divide(variant, size, room, columns, itemsize, SMS, cluster)
         ranks = 1 if variant == "one_shot" else size
         assert division.pieces * ranks * division.part >= columns
         assert division.piece >= ranks * division.part and division.block >= division.part
@@ -48,11 +48,11 @@ def test_programs_that_wait_for_each_other_all_have_a_place():
         # Each thread polls a word.
         assert division.block * itemsize >= 4 * threads_per_warp() * division.warps
         if division.pieces > 1:
-            assert room * division.pieces * division.warps <= normalisation.WARPS * SMS
+            assert room * division.pieces * division.warps <= row_division.WARPS * SMS
         if division.clustered:
-            assert 1 < division.pieces <= cluster and division.warps <= normalisation.CLUSTER_WARPS
+            assert 1 < division.pieces <= cluster and division.warps <= row_division.CLUSTER_WARPS
             held = division.piece * itemsize * max(4, size if variant == "one_shot" else 1)
-            assert held <= division.warps * threads_per_warp() * normalisation.CLUSTER_BYTES
+            assert held <= division.warps * threads_per_warp() * row_division.CLUSTER_BYTES
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_programs_that_wait_for_each_other_all_have_a_place():
     ],
 )  # fmt: skip
 def test_few_rows_have_several_programs_each(variant, size, room, columns, pieces, warps, clustered):
-    division = normalisation.divide(variant, size, room, columns, 2, SMS, 16)
+    division = row_division.divide(variant, size, room, columns, 2, SMS, 16)
     assert (division.pieces, division.warps, division.clustered) == (pieces, warps, clustered)
 
 
