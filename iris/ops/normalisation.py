@@ -31,13 +31,13 @@ MOST_COLUMNS = 32768
 REPLICATED, SHARDED = "replicated", "sharded"
 LAYOUTS = (REPLICATED, SHARDED)
 
-# Bytes of the rows of a launch, if there is one behind the other. With 8 MiB each, two H200 normalise 4.1 to 4.3 us a
-# MiB, of any number of rows, where an all-reduce of more and a kernel behind it take 4.6 to 5.8. Not with more ranks:
-# on 4 H200 larger sums are faster, 39 us for 8 MiB of 64 and 49 for 8 alone.
+# Bytes of the rows of a launch, if there is one behind the other. So two H200 take 4.0 to 4.3 us a MiB of any number of
+# rows, where an all-reduce of all and a kernel behind it took 4.7 to 5.8. Not with more ranks: on 4 H200 larger sums
+# are faster, 39 us for 8 MiB of 64 and 49 for 8 alone.
 LEAST_AT_A_TIME = 4 << 20
 
-# Memory that shall be free behind a call's, as a multiple of that. Without it many rows of several shapes took all that
-# calls may have, and single rows 6.5 us instead of 3.5 (2 x H200).
+# Memory that stays free behind a call's, as a multiple of it, for calls of fewer rows. Without that, many rows of
+# several shapes took all that calls may have, and one row of 8192 took 6.5 us, not 3.2 (2 x H200).
 FEWER_ROWS = 4
 
 Launch = Callable[["NormCall", float, int | None], None]
