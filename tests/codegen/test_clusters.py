@@ -6,8 +6,9 @@ import torch
 from codegen.offline import by_turns, compile_for
 from codegen.test_every_kernel import arguments_of
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, two_shot_rms_norm
+from iris.ops.sharded_rms_norm import sharded_rms_norm
 
-KERNELS = [one_shot_rms_norm, two_shot_rms_norm]
+KERNELS = [one_shot_rms_norm, two_shot_rms_norm, sharded_rms_norm]
 # Pieces, warps, and whether a row has a factor of its own.
 CASES = [(2, 1, False), (4, 1, True), (8, 2, True), (16, 2, False)]
 CLUSTER = {"CLUSTERED": True, "PIECE": 512, "PART": 128, "BLOCK": 128, "LANES": 64}
@@ -25,7 +26,7 @@ def of_bf16(pieces):
 
 
 @pytest.mark.parametrize(("pieces", "warps", "by_row"), by_turns(CASES))
-@pytest.mark.parametrize("kernel", KERNELS, ids=["one shot", "two shot"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=["one shot", "two shot", "by owner"])
 def test_programs_of_a_row_meet_once_in_shared_memory(kernel, pieces, warps, by_row):
     nbytes = 4 * (1 + by_row) * warps * pieces
     in_order = [

@@ -44,6 +44,7 @@ from iris.ops.kernel_arguments import (
     NormTensors,
     RowDivision,
     Sending,
+    ShardedNormChannel,
     Tiling,
 )
 
@@ -81,13 +82,27 @@ OPERATIONS = {
     **{"ALLOW_TF32": True, "BIASED": True, "SCALED": False, "ALL_REDUCE": True},
     **{"WHAT": "signal ready", "BLOCK": 2048},
 }
-# Rows of 3600 in two pieces, of which four ranks have a part each: no power of two.
+# Kernels of rows. Of 3600 in two pieces, of which four ranks have a part each: no power of two.
+OF_ROWS = ("all_reduce_rms_norm", "sharded_rms_norm")
 ROWS = {
-    **{"epochs": INT32, "partials": INT64, "slots": INT16, "scale": None, "row_scales": FLOAT32, "eps": 1e-6},
+    **{"epochs": INT32, "partials": INT64, "factors": INT64, **dict.fromkeys(["slots", "parts", "results"], INT16)},
+    **{"scale": None, "row_scales": FLOAT32, "eps": 1e-6},
     **dict.fromkeys(["input", "residual", "weight"], BF16),
-    **{"rows": 256, "room": 256, "H": 3600, "ROW": 4096, "PART": 456, "BLOCK": 512, "PIECES": 2, "PIECE": 2048},
+    **{
+        "rows": 256,
+        "apart": 256,
+        "room": 256,
+        "H": 3600,
+        "ROW": 4096,
+        "PART": 456,
+        "BLOCK": 512,
+        "PIECES": 2,
+        "PIECE": 2048,
+    },
     **{"LANES": 128, "CLUSTERED": False, "EARLY": True, "ADDS": True, "SCALED": False, "BY_ROW": False, "LARGEST": 0.0},
 }
+# The same where a rank adds up whole pieces.
+OWNED_ROWS = {"PART": 1808, "BLOCK": 2048}
 # What notes when a transfer between hosts began and ended.
 RAIL_TIMES = {
     **dict.fromkeys(["taken", "rows"], INT64),
@@ -166,8 +181,8 @@ def arguments_of(kernel, **instead):
     given = ARGUMENTS
     if place.parent.name == "ccl":
         given = given | COLLECTIVES | ELEMENTS.get(place.stem, {})
-    elif place.stem == "all_reduce_rms_norm":
-        given = given | OPERATIONS | ROWS
+    elif place.stem in OF_ROWS:
+        given = given | OPERATIONS | ROWS | (OWNED_ROWS if place.stem == "sharded_rms_norm" else {})
     elif place.parent.name in ("ops", "distributed"):
         given = given | OPERATIONS
     given = given | arguments_in(place.parent.name)
@@ -178,8 +193,8 @@ def arguments_of(kernel, **instead):
     given |= instead
     if place.parent.name == "ccl":
         given |= collective_in_tuples(kernel, given)
-    if place.stem == "all_reduce_rms_norm":
-        given |= rows_in_tuples(given)
+    if place.stem in OF_ROWS:
+        given |= rows_in_tuples(given, ShardedNormChannel if place.stem == "sharded_rms_norm" else NormChannel)
     elif place.parent.name == "ops" and "channel" in kernel.arg_names:
         given |= in_tuples(given)
     return [given[name] for name in kernel.arg_names]
@@ -199,12 +214,12 @@ def in_tuples(given):
     }
 
 
-def rows_in_tuples(given):
-    """The same for `all_reduce_rms_norm`."""
+def rows_in_tuples(given, channel):
+    """The same for `OF_ROWS`, with what they tell each other by."""
     wanted = {"residual": given["ADDS"], "scale": given["SCALED"], "row_scales": given["BY_ROW"]}
     tensors = {name: given[name] if wanted.get(name, True) else None for name in NormTensors._fields}
     return {
-        "channel": NormChannel(given["context_tensor"], *(given[name] for name in NormChannel._fields[1:])),
+        "channel": channel(given["context_tensor"], *(given[name] for name in channel._fields[1:])),
         "tensors": NormTensors(**tensors),
         "DIVISION": RowDivision(**{name: given[name] for name in RowDivision._fields}),
     }
