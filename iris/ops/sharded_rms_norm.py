@@ -111,7 +111,7 @@ def sharded_rms_norm(
             loaded = ()
             for distance in tl.static_range(1, W):
                 away = ((rank + distance) % W - rank).to(tl.int64) * apart
-                loaded += (tl.load(input + (away + row) * H + begin + i, mask=inside),)
+                loaded += (tl.load(input + (away + row) * H + begin + i, mask=inside),)  # type: ignore[assignment]
             for distance in tl.static_range(1, W):
                 push(ctx, mine, i, loaded[distance - 1], count=count, bases=bases, distance=distance, W=W)
         if (step >= AHEAD) & (step < steps + AHEAD):
