@@ -108,12 +108,12 @@ def sharded_rms_norm(
             row = unit // PIECES
             mine = region(parts, places, unit, tl.load(epochs + unit), REGION=W * PART) + rank * PART
             # All loads before all stores, which the compiler cannot know to be of other memory.
-            loaded = ()
+            sent = ()
             for distance in tl.static_range(1, W):
                 away = ((rank + distance) % W - rank).to(tl.int64) * apart
-                loaded += (tl.load(input + (away + row) * H + begin + i, mask=inside),)  # type: ignore[assignment]
+                sent += (tl.load(input + (away + row) * H + begin + i, mask=inside),)  # type: ignore[assignment]
             for distance in tl.static_range(1, W):
-                push(ctx, mine, i, loaded[distance - 1], count=count, bases=bases, distance=distance, W=W)
+                push(ctx, mine, i, sent[distance - 1], count=count, bases=bases, distance=distance, W=W)
         if (step >= AHEAD) & (step < steps + AHEAD):
             unit = first + (step - AHEAD) * stride
             row = unit // PIECES

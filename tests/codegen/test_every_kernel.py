@@ -15,7 +15,6 @@ from codegen.collective_arguments import (
     COLLECTIVES,
     ELEMENTS,
     FLOAT32,
-    INT16,
     INT32,
     INT64,
     W,
@@ -24,6 +23,7 @@ from codegen.collective_arguments import (
 from codegen.expert_arguments import EXPERT_KERNELS, arguments_in
 from codegen.offline import TARGETS, by_turns, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
+from codegen.row_arguments import OF_ROWS, rows_for, rows_in_tuples
 from iris.ccl.atomic import atomic
 from iris.ccl.broadcast import broadcast
 from iris.ccl.exchange import exchange
@@ -40,11 +40,7 @@ from iris.ops.kernel_arguments import (
     Channel,
     Epilogue,
     Matrix,
-    NormChannel,
-    NormTensors,
-    RowDivision,
     Sending,
-    ShardedNormChannel,
     Tiling,
 )
 
@@ -82,27 +78,6 @@ OPERATIONS = {
     **{"ALLOW_TF32": True, "BIASED": True, "SCALED": False, "ALL_REDUCE": True},
     **{"WHAT": "signal ready", "BLOCK": 2048},
 }
-# Kernels of rows. Of 3600 in two pieces, of which four ranks have a part each: no power of two.
-OF_ROWS = ("all_reduce_rms_norm", "sharded_rms_norm")
-ROWS = {
-    **{"epochs": INT32, "partials": INT64, "factors": INT64, **dict.fromkeys(["slots", "parts", "results"], INT16)},
-    **{"scale": None, "row_scales": FLOAT32, "eps": 1e-6},
-    **dict.fromkeys(["input", "residual", "weight"], BF16),
-    **{
-        "rows": 256,
-        "apart": 256,
-        "room": 256,
-        "H": 3600,
-        "ROW": 4096,
-        "PART": 456,
-        "BLOCK": 512,
-        "PIECES": 2,
-        "PIECE": 2048,
-    },
-    **{"LANES": 128, "CLUSTERED": False, "EARLY": True, "ADDS": True, "SCALED": False, "BY_ROW": False, "LARGEST": 0.0},
-}
-# The same where a rank adds up whole pieces.
-OWNED_ROWS = {"PART": 1808, "BLOCK": 2048}
 # What notes when a transfer between hosts began and ended.
 RAIL_TIMES = {
     **dict.fromkeys(["taken", "rows"], INT64),
@@ -182,7 +157,7 @@ def arguments_of(kernel, **instead):
     if place.parent.name == "ccl":
         given = given | COLLECTIVES | ELEMENTS.get(place.stem, {})
     elif place.stem in OF_ROWS:
-        given = given | OPERATIONS | ROWS | (OWNED_ROWS if place.stem == "sharded_rms_norm" else {})
+        given = given | OPERATIONS | rows_for(place.stem)
     elif place.parent.name in ("ops", "distributed"):
         given = given | OPERATIONS
     given = given | arguments_in(place.parent.name)
@@ -194,7 +169,7 @@ def arguments_of(kernel, **instead):
     if place.parent.name == "ccl":
         given |= collective_in_tuples(kernel, given)
     if place.stem in OF_ROWS:
-        given |= rows_in_tuples(given, ShardedNormChannel if place.stem == "sharded_rms_norm" else NormChannel)
+        given |= rows_in_tuples(place.stem, given)
     elif place.parent.name == "ops" and "channel" in kernel.arg_names:
         given |= in_tuples(given)
     return [given[name] for name in kernel.arg_names]
@@ -211,17 +186,6 @@ def in_tuples(given):
         "epilogue": Epilogue(given["bias"], given["scale_a"], given["scale_b"]),
         **{name: Matrix(given[name], *(given[each] for each in both)) for name, both in strides.items()},
         **{"SENDING": sending, "TILING": tiling},
-    }
-
-
-def rows_in_tuples(given, channel):
-    """The same for `OF_ROWS`, with what they tell each other by."""
-    wanted = {"residual": given["ADDS"], "scale": given["SCALED"], "row_scales": given["BY_ROW"]}
-    tensors = {name: given[name] if wanted.get(name, True) else None for name in NormTensors._fields}
-    return {
-        "channel": channel(given["context_tensor"], *(given[name] for name in channel._fields[1:])),
-        "tensors": NormTensors(**tensors),
-        "DIVISION": RowDivision(**{name: given[name] for name in RowDivision._fields}),
     }
 
 
