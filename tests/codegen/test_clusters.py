@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import thorough
 
 from codegen.offline import by_turns, compile_for
 from codegen.test_every_kernel import arguments_of
@@ -89,7 +90,7 @@ def test_a_warp_awaits_vectors_in_one_loop_and_leaves_it_as_a_whole(size, piece,
     assert text.count("bra POLL") == text.count("vote.sync.any.pred again") == loops
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, thorough(3)])
 def test_an_owner_awaits_all_parts_at_once_and_a_rank_the_result_of_each_owner(size):
     """Also where results are of fp8: they are polled 16 bytes at a time, as the parts are."""
     kernel, given = of_fp8(size)
