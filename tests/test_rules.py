@@ -103,7 +103,7 @@ TEMPORARIES = {
     "ops/grouped/activation_gradient.py": {"differentiate_activation"},
     "ops/grouped/launch.py": {"_new"},
     "ops/norm_operators.py": {"_rows_like", "_sums_like", "_scales_like"},
-    "ops/normalisation.py": {"owned", "room"},
+    "ops/normalisation.py": {"_by_owners", "room"},
     "ops/over_hosts.py": {"_matmul_all_reduce", "_matmul_reduce_scatter", "_two_buffers"},
     "ops/vendor.py": {
         "_scaled",

@@ -26,7 +26,7 @@ ALL_REGISTERS = 65536
 # Through queues programs take most of a multiprocessor each, but there are fewer of them than multiprocessors
 # (`Communicator.programs`). The rest is for the small launches of other streams. Registers belong to four partitions,
 # and a warp to one of them: 16 warps leave 4096 of the 16384 in each, for a warp of 128 a thread, which is what
-# `iris.ops.normalisation.CLUSTER_WARPS` counts on.
+# `iris.ops.row_division.CLUSTER_WARPS` counts on.
 MOST_REGISTERS = 49152
 
 # What data are moved as whose values do not matter, by their bytes.

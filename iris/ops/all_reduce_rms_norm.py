@@ -44,10 +44,12 @@ def normalise(
 
     ``x``: sums and residuals; ``gain``: the weight. ``squares``: the sum of x * x over the row, ``peak``: the largest
     absolute value of x * gain; ``divisor``: the given scale. ``leads``: this program writes what a row has once.
-    ``LARGEST``: of what ``out`` can hold, if that is fp8; else 0.
+    ``LARGEST``: of what ``out`` can hold, if that is fp8; else 0. Returns what it has stored to ``out``, and the row's
+    factor: 1 if it has none.
     """
     shrink = tl.rsqrt(squares / H + eps)
     y = x * shrink * gain
+    factor = 1.0
     if tensors.row_scales is not None:
         # A row of zeros has any scale: one that divides. Of a row with a NaN ``shrink`` is one, and so is all of it.
         factor = tl.maximum(peak * shrink / LARGEST, 1e-12, propagate_nan=PROPAGATE)
@@ -58,9 +60,11 @@ def normalise(
     if LARGEST > 0:
         y = tl.maximum(y, -LARGEST, propagate_nan=PROPAGATE)
         y = tl.minimum(y, LARGEST, propagate_nan=PROPAGATE)
-    tl.store(tensors.out + at, y.to(tensors.out.dtype.element_ty), mask=inside)
+    y = y.to(tensors.out.dtype.element_ty)
+    tl.store(tensors.out + at, y, mask=inside)
     if tensors.residual is not None:
         tl.store(tensors.residual + at, x.to(tensors.residual.dtype.element_ty), mask=inside)
+    return y, factor
 
 
 @triton.jit

@@ -145,6 +145,20 @@ class NormChannel(NamedTuple):
     """What peers send, in words of the input's size."""
 
 
+class ShardedNormChannel(NamedTuple):
+    """The same with a residual that is sharded by rows: `iris.ops.sharded_rms_norm`."""
+
+    context: Any
+    epochs: Any
+    partials: Any
+    parts: Any
+    """What peers send of the rows that are to be added up here, in words of the input's size."""
+    results: Any
+    """What peers send of the rows that they own, in words of the size of ``out``."""
+    factors: Any
+    """int64: LL messages, the factors of these rows."""
+
+
 class NormTensors(NamedTuple):
     """What RMSNorm is called with. What is None is left out."""
 

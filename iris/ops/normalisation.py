@@ -9,7 +9,8 @@ from iris.arg_parser import real
 from iris.ccl import Config
 from iris.ccl.checks import compare_calls
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
-from iris.ccl.lamport_channel import ROOM_LEFT, SHARE_OF_WORKSPACE, SLOTS
+from iris.ccl.lamport_channel import ROOM_LEFT, SHARE_OF_WORKSPACE
+from iris.ccl.one_shot import LAMPORT
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.select import choose
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
@@ -19,33 +20,31 @@ from iris.heap.history import debugging
 from iris.language.target import on_nvidia, threads_per_warp
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
 from iris.ops.call import NARROW, WIDE, check_devices, described
-from iris.ops.kernel_arguments import NormChannel, NormTensors, RowDivision, by_name
+from iris.ops.kernel_arguments import NormTensors, RowDivision, by_name
+from iris.ops.norm_memory import NormLayout
+from iris.ops.row_division import BY_OWNER, EARLY_WARPS, MOST_WARPS, REGISTERS, STEPS, WARPS, divide, in_registers
+from iris.ops.sharded_rms_norm import sharded_rms_norm
 from iris.runtime.launch import addresses, prepare, remember
 
 DEBUGGING = debugging()
 
-# Elements of a row that a program has at least, in one shot, and twice as many in two; and of them that a rank adds up.
-SMALLEST_PIECE, SMALLEST_PART = 256, 128
 # Columns of a row at most: one program's registers hold it.
 MOST_COLUMNS = 32768
-MOST_WARPS = 8
-# Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
-# "Compute Capabilities": 65536 registers). A launch has half of the warps; or a third, if the next launch of its stream
-# may take places before its turn: see `iris.ccl.kernel_launch.ALL_REGISTERS`.
-REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
-# Bytes that a thread of a program in a cluster holds at most: in one shot of the pieces of all ranks; and of one piece
-# and what is computed from it, which is four times as much. Such a program has no more warps than that asks for, since
-# on AMD they have to agree in every round of polling; and two at most: programs of a cluster begin together or not at
-# all, and of two warps each takes an eighth of a multiprocessor's registers at most, a warp a quarter of a partition's,
-# which collectives leave in each of the four (`iris.ccl.kernel_launch.MOST_REGISTERS`).
-CLUSTER_BYTES, CLUSTER_WARPS = 256, 2
-
 # Who keeps the residual: every rank all of it; or each rank the rows that it owns, one W-th of them, by rank.
 REPLICATED, SHARDED = "replicated", "sharded"
 LAYOUTS = (REPLICATED, SHARDED)
 
-# The variants of all_reduce that have a kernel of their own here, and the steps of each.
-STEPS = {"one_shot": 1, "two_shot_push": 2}
+TWO_SHOT = "two_shot_push"
+KERNELS = {"one_shot": one_shot_rms_norm, TWO_SHOT: two_shot_rms_norm, BY_OWNER: sharded_rms_norm}
+
+# Bytes of the rows of a launch, if there is one behind the other. So two H200 take 4.0 to 4.3 us a MiB of any number of
+# rows, where an all-reduce of all and a kernel behind it took 4.7 to 5.8. Not with more ranks: on 4 H200 larger sums
+# are faster, 39 us for 8 MiB of 64 and 49 for 8 alone.
+LEAST_AT_A_TIME = 4 << 20
+
+# Memory that stays free behind a call's, as a multiple of it, for calls of fewer rows. Without that, many rows of
+# several shapes took all that calls may have, and one row of 8192 took 6.5 us, not 3.2 (2 x H200).
+FEWER_ROWS = 4
 
 Launch = Callable[["NormCall", float, int | None], None]
 """Called with a call like the one it was made for, `eps` and the stream's handle."""
@@ -145,13 +144,17 @@ class NormCall(NamedTuple):
         """What ``out`` can hold, if it is of fp8."""
         return torch.finfo(self.out.dtype).max if self.out.dtype in NARROW else 0.0
 
-    def owned(self, rank: int, owners: int) -> "NormCall":
-        """Of the rows that a rank owns of so many, with their sums as ``input``: where these are to be put."""
-        rows = slice(rank * self.rows // owners, (rank + 1) * self.rows // owners)
-        out = self.out.view(-1, self.columns)[rows]
-        sums = out if out.dtype == self.input.dtype else torch.empty_like(out, dtype=self.input.dtype)
+    def of(self, rows: slice) -> "NormCall":
+        """Of these rows alone."""
+        out, input = (x.view(-1, self.columns)[rows] for x in (self.out, self.input))
+        residual = None if self.residual is None else self.residual.view(-1, self.columns)[rows]
         scales = None if self.row_scales is None else self.row_scales.view(-1)[rows]
-        return self._replace(out=out, input=sums, row_scales=scales)
+        return self._replace(out=out, input=input, residual=residual, row_scales=scales)
+
+    def owned(self, rank: int, owners: int) -> "NormCall":
+        """Of the rows alone that a rank owns of so many; the residual has no others."""
+        rows = slice(rank * self.rows // owners, (rank + 1) * self.rows // owners)
+        return self._replace(residual=None).of(rows)._replace(residual=self.residual)
 
     def tensors(self, input: torch.Tensor) -> NormTensors:
         """For kernels: with ``input``, or the sums that are there already."""
@@ -168,64 +171,14 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.data_ptr() < y.data_ptr() + y.nbytes and y.data_ptr() < x.data_ptr() + x.nbytes
 
 
-class Division(NamedTuple):
-    """How the rows of a call are divided among programs."""
+def one_behind_the_other(launch: Launch, some: int) -> Launch:
+    """Of all rows of a call, ``some`` at a time."""
 
-    pieces: int
-    """Of a row, each with a program of its own if there are several."""
-    piece: int
-    """Elements of one, rounded up to a power of two."""
-    part: int
-    """Elements of one that a rank adds up: in one shot all of them."""
-    block: int
-    """The same, rounded up to a power of two."""
-    warps: int
-    clustered: bool
-    """Whether the programs of a row are a cluster."""
+    def enqueue(given: NormCall, eps: float, stream: int | None) -> None:
+        for begin in range(0, given.rows, some):
+            launch(given.of(slice(begin, begin + some)), eps, stream)
 
-
-def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms: int | None, cluster: int) -> Division:
-    """For ``room`` rows of ``columns``, by a variant of `STEPS` among ``size`` ranks.
-
-    ``sms``: multiprocessors, or None in the simulator; ``cluster``: programs that a cluster has at most.
-    """
-    threads = threads_per_warp()
-    # At least as many words as a warp has threads: each polls one of its own (`iris.language.ll`).
-    fewest = threads * max(1, 4 // itemsize)
-    ranks = 1 if variant == "one_shot" else size
-
-    def held(piece: int) -> int:
-        """Bytes, of all ranks' parts or of what comes of them."""
-        return piece * itemsize * max(4, size if variant == "one_shot" else 1)
-
-    def cut(clustered: bool) -> Division:
-        """Into as many pieces as there may be."""
-        programs = SIMULATED_PROGRAMS if sms is None else (4 if clustered else 2) * sms
-        most_pieces = min(cluster, programs // room) if clustered else programs // room
-        smallest = SMALLEST_PIECE if ranks == 1 else max(2 * SMALLEST_PIECE, ranks * SMALLEST_PART)
-        pieces = 1
-        while 2 * pieces * smallest <= power_of_two(columns) and 2 * pieces <= most_pieces:
-            pieces *= 2
-        if variant == "one_shot":
-            piece = part = block = max(fewest, power_of_two(columns) // pieces)
-            # 16 bytes a thread of what is polled; or 32 of a piece if each thread still polls a word.
-            share = block * itemsize // 16
-        else:
-            # Parts begin at multiples of 16 bytes.
-            part = -(-columns // (8 * pieces * ranks)) * 8
-            piece, block = max(fewest, power_of_two(ranks * part)), max(fewest, power_of_two(part))
-            share = min(piece * itemsize // 32, block * itemsize // 4)
-        most_warps = power_of_two(-(-held(piece) // (threads * CLUSTER_BYTES))) if clustered else MOST_WARPS
-        warps = max(1, min(most_warps, share // threads))
-        # Pieces of a row are under way together, so there must be room for all programs.
-        while sms is not None and pieces > 1 and warps > 1 and room * pieces * warps > WARPS * sms:
-            warps //= 2
-        return Division(pieces, piece, part, block, warps, clustered)
-
-    # Fewer pieces that meet in shared memory are faster than more that meet in L2.
-    division = cut(clustered=True)
-    fits = held(division.piece) <= division.warps * threads * CLUSTER_BYTES and division.warps <= CLUSTER_WARPS
-    return division if division.pieces > 1 and fits else cut(clustered=False)
+    return enqueue
 
 
 class AllReduceRmsNorm:
@@ -257,42 +210,85 @@ class AllReduceRmsNorm:
         self._used = True
         # Numbers of rows share memory and launches up to the next power of two.
         line = self._context._workspaces[None].line(stream, True) if capturing else stream
-        if owners is not None and owners > 1:
-            self._by_owners(call, eps, stream)
-            return
-        key = (power_of_two(call.rows), *call.kind(), line)
+        by_owner = owners is not None and owners > 1
+        own = self._owned(call) if by_owner else call
+        key = (by_owner, power_of_two(own.rows), *own.kind(), line)
         if key not in self._launches:
-            remember(self._launches, key, self._prepare(call, line))
+            remember(self._launches, key, self._prepare_by_owner(own, line) if by_owner else self._prepare(call, line))
         self._launches[key](call, eps, stream)
 
     def close(self) -> None:
         """Forget all launches. The caller guarantees that no graph with them will be replayed."""
         self._launches.clear()
 
+    def _owned(self, call: NormCall) -> NormCall:
+        return call.owned(self._context.cur_rank, self._context.num_ranks)
+
     def _prepare(self, call: NormCall, line: Line) -> Launch:
         """A function that enqueues calls like this one."""
-        comm, room, itemsize = self._context.ccl.communicator(), power_of_two(call.rows), call.input.itemsize
+        comm, room = self._context.ccl.communicator(), power_of_two(call.rows)
         if self._context.num_hosts > 1:
             return self._behind_all_reduce(call)
         variant = "one_shot"
         if comm.size > 1:
-            nbytes = room * call.columns * itemsize
+            nbytes = room * call.columns * call.input.itemsize
             variant = choose(comm.table, "all_reduce", nbytes, Config(), {*STEPS, "two_shot", "pull"}).variant
-        if variant not in STEPS:
-            return self._behind_all_reduce(call)
+        launch = self._in_one_kernel(call, variant, line) if variant in STEPS else None
+        return launch or self._some_at_a_time(call, line) or self._behind_all_reduce(call)
+
+    def _some_at_a_time(self, call: NormCall, line: Line) -> Launch | None:
+        """Of more rows than the kernel has room for: as many as it has, in launches one behind the other.
+
+        None where that is slower than an all-reduce of all rows, or there is no room for as few.
+        """
+        comm, row = self._context.ccl.communicator(), call.columns * call.input.itemsize
+        some = power_of_two(call.rows) // 2
+        while comm.size == 2 and some * row >= LEAST_AT_A_TIME:
+            variant = choose(comm.table, "all_reduce", some * row, Config(), {*STEPS, "two_shot", "pull"}).variant
+            launch = self._in_one_kernel(call.of(slice(0, some)), variant, line) if variant == TWO_SHOT else None
+            if launch is not None:
+                return one_behind_the_other(launch, some)
+            some //= 2
+        return None
+
+    def _prepare_by_owner(self, own: NormCall, line: Line) -> Launch:
+        """The same of calls whose residual is sharded; ``own``: the rows of this rank."""
+        size, some = self._context.num_ranks, power_of_two(own.rows)
+        launch = None
+        # Results are their own flags, as in `iris.ccl.one_shot`.
+        if self._context.num_hosts == 1 and own.out.dtype in LAMPORT:
+            launch = self._in_one_kernel(own, BY_OWNER, line)
+            while launch is None and some // 2 * size * own.columns * own.input.itemsize >= LEAST_AT_A_TIME:
+                some //= 2
+                launch = self._in_one_kernel(own.of(slice(0, some)), BY_OWNER, line)
+        if launch is None:
+            return self._by_owners
+
+        def enqueue(given: NormCall, eps: float, stream: int | None) -> None:
+            own = self._owned(given)
+            for begin in range(0, own.rows, some):
+                launch(own.of(slice(begin, begin + some)), eps, stream, own.rows)
+
+        return enqueue
+
+    def _in_one_kernel(self, call: NormCall, variant: str, line: Line) -> Callable[..., None] | None:
+        """Of a variant of `STEPS`, or of the own rows `BY_OWNER`. None if there is no room for it.
+
+        The latter takes besides how many rows of an owner there are, if a call is of some of them.
+        """
+        comm, room, itemsize = self._context.ccl.communicator(), power_of_two(call.rows), call.input.itemsize
         sms = comm.num_sms if self._on_gpu else None
-        pieces, piece, part, block, warps, clustered = divide(
-            variant, comm.size, room, call.columns, itemsize, sms, comm.largest_cluster
-        )
-        units = room * pieces
-        slot_bytes = -(-SLOTS.value * units * STEPS[variant] * comm.size * part * itemsize // 16) * 16
-        nbytes, memory = slot_bytes + 20 * units, comm.workspace
-        if slot_bytes > memory.limit // SHARE_OF_WORKSPACE:
-            return self._behind_all_reduce(call)
+        division = divide(variant, comm.size, room, call.columns, itemsize, sms, comm.largest_cluster)
+        pieces, piece, part, block, warps, clustered = division
+        if variant == BY_OWNER and not in_registers(division, variant, comm.size, itemsize):
+            return None
+        memory, units = comm.workspace, room * pieces
+        layout = NormLayout(variant, comm.size, room, units, part, itemsize, call.out.itemsize)
+        if layout.slot_bytes > memory.limit // SHARE_OF_WORKSPACE:
+            return None
         programs = min(units, SIMULATED_PROGRAMS if sms is None else WARPS * sms // warps)
         early = sms is not None and programs * warps <= EARLY_WARPS * sms
         lanes = max(pieces, power_of_two(warps * threads_per_warp()))
-        kernel = one_shot_rms_norm if variant == "one_shot" else two_shot_rms_norm
         shape = RowDivision(call.columns, pieces, piece, part, block, lanes, clustered, early)
         wanted = [name for name, tensor in call._asdict().items() if tensor is not None]
         # By what is wanted too: of what programs tell each other, each call writes the words that it reads.
@@ -300,23 +296,23 @@ class AllReduceRmsNorm:
             f"all_reduce_rms_norm of {room} rows of {call.columns} {call.input.dtype} by {variant}, {shape}, "
             f"with {wanted} of {call.out.dtype}"
         )
-        # Every shape has a channel, which is kept, and however many there are the collectives need room for theirs.
-        if not memory.admits(name, line, nbytes, left=memory.limit // ROOM_LEFT):
-            return self._behind_all_reduce(call)
-        channel = memory.channel(name, line, nbytes, slice(slot_bytes + 16 * units, None))
-        # The regions first, which are aligned then whatever their number; what programs of a row tell each other.
-        slots = channel.memory[:slot_bytes].view({2: torch.int16, 4: torch.int32}[itemsize])
-        partials = channel.memory[slot_bytes : slot_bytes + 16 * units].view(torch.int64)
-        epochs = channel.memory[slot_bytes + 16 * units :].view(torch.int32)
-        norm_channel = NormChannel(channel.context_tensor, epochs, partials, slots)
+        # Every shape has a channel, which is kept, and however many there are the collectives need room for theirs. So
+        # do fewer rows than these, which gain more.
+        if not memory.admits(name, line, layout.nbytes, left=memory.limit // ROOM_LEFT + FEWER_ROWS * layout.nbytes):
+            return None
+        kernel = KERNELS[variant]
+        norm_channel = layout.channel(memory.channel(name, line, layout.nbytes, layout.epochs))
         constants = {"room": room, "W": comm.size, "DIVISION": shape, "LARGEST": call.largest()}
         options = {"maxnreg": REGISTERS} if on_nvidia() else {}
+
+        def arguments(given: NormCall, tensors: object, place: object, eps: float, apart: int | None) -> tuple:
+            rows = {"rows": given.rows, "apart": apart or given.rows} if variant == BY_OWNER else {"rows": given.rows}
+            return by_name(kernel, channel=place, tensors=tensors, eps=eps, **rows, **constants)
+
         launch = prepare(
             kernel,
             (programs, 1, 1),
-            *by_name(
-                kernel, channel=norm_channel, tensors=call.tensors(call.input), rows=call.rows, eps=0.5, **constants
-            ),
+            *arguments(call, call.tensors(call.input), norm_channel, 0.5, None),
             cluster=pieces if clustered else 1,
             early=early,
             num_warps=warps,
@@ -324,9 +320,9 @@ class AllReduceRmsNorm:
         )
         (place,) = addresses((norm_channel,))
 
-        def enqueue(given: NormCall, eps: float, stream: int | None) -> None:
+        def enqueue(given: NormCall, eps: float, stream: int | None, apart: int | None = None) -> None:
             (tensors,) = addresses((given.tensors(given.input),))
-            launch(stream, by_name(kernel, channel=place, tensors=tensors, rows=given.rows, eps=eps, **constants))
+            launch(stream, arguments(given, tensors, place, eps, apart))
 
         # It launches with addresses in this memory.
         enqueue.keeps_alive = norm_channel  # type: ignore[attr-defined]
@@ -334,16 +330,17 @@ class AllReduceRmsNorm:
 
     def _by_owners(self, call: NormCall, eps: float, stream: int | None) -> None:
         """Each rank adds up and normalises the rows that it owns, and sends all ranks what these become."""
-        ccl = self._context.ccl
-        owned = call.owned(self._context.cur_rank, self._context.num_ranks)
-        ccl.reduce_scatter(owned.input, call.input)
-        key = (SHARDED, power_of_two(owned.rows), *owned.kind())
+        ccl, own = self._context.ccl, self._owned(call)
+        sums = own.out if own.out.dtype == own.input.dtype else torch.empty_like(own.input)
+        own = own._replace(input=sums)
+        ccl.reduce_scatter(sums, call.input)
+        key = (SHARDED, power_of_two(own.rows), *own.kind())
         if key not in self._launches:
-            remember(self._launches, key, self._of_sums(owned))
-        self._launches[key](owned, eps, stream)
-        ccl.all_gather(call.out.view(-1, call.columns), owned.out)
-        if call.row_scales is not None and owned.row_scales is not None:
-            ccl.all_gather(call.row_scales.view(-1), owned.row_scales)
+            remember(self._launches, key, self._of_sums(own))
+        self._launches[key](own, eps, stream)
+        ccl.all_gather(call.out.view(-1, call.columns), own.out)
+        if call.row_scales is not None and own.row_scales is not None:
+            ccl.all_gather(call.row_scales.view(-1), own.row_scales)
 
     def _behind_all_reduce(self, call: NormCall) -> Launch:
         """Of many rows: the sums, and a kernel that normalises them."""

@@ -227,8 +227,9 @@ class Operations:
 
         With ``residual_layout="sharded"`` each rank keeps a W-th of the rows of the residual, ``[rows / W, H]``: rank 0
         the first. It may not lie in the memory of ``input``. The rank adds up and normalises these rows and sends the
-        results, so an ``out`` of fp8 takes less of the link. For many rows, as it is a reduce_scatter, a kernel and an
-        all_gather. `UnknownChoiceError` for another layout than this and "replicated".
+        results, so an ``out`` of fp8 takes less of the link. Over several hosts, or where there is no memory for that,
+        it is a reduce_scatter, a kernel and an all_gather. `UnknownChoiceError` for another layout than this and
+        "replicated".
         """
         if residual_layout not in LAYOUTS:
             raise UnknownChoiceError("residual_layout", residual_layout, LAYOUTS)

@@ -171,6 +171,8 @@ def _clusters() -> Iterator[Case]:
         yield Case(f"ops {_named(kernel)} {pieces} pieces", kernel, arguments, {"num_warps": warps}, NVIDIA)
     kernel, arguments = test_clusters.of_bf16(16)
     yield Case(f"ops {_named(kernel)} bf16", kernel, arguments, {"num_warps": 2}, NVIDIA)
+    kernel, arguments = test_clusters.of_fp8(2)
+    yield Case(f"ops {_named(kernel)} fp8", kernel, arguments, {"num_warps": 2})
 
 
 def _experts(target: str) -> Iterator[Case]:

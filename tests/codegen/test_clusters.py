@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from covering import thorough
 
 from codegen.offline import by_turns, compile_for
 from codegen.test_every_kernel import arguments_of
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, two_shot_rms_norm
+from iris.ops.sharded_rms_norm import sharded_rms_norm
 
-KERNELS = [one_shot_rms_norm, two_shot_rms_norm]
+KERNELS = [one_shot_rms_norm, two_shot_rms_norm, sharded_rms_norm]
 # Pieces, warps, and whether a row has a factor of its own.
 CASES = [(2, 1, False), (4, 1, True), (8, 2, True), (16, 2, False)]
 CLUSTER = {"CLUSTERED": True, "PIECE": 512, "PART": 128, "BLOCK": 128, "LANES": 64}
@@ -24,8 +26,18 @@ def of_bf16(pieces):
     return one_shot_rms_norm, arguments(one_shot_rms_norm, pieces, slots=slots, BY_ROW=False, **tensors)
 
 
+def of_fp8(size):
+    """Of rows of bf16 that their owners send as fp8, each with a factor: the kernel and its arguments."""
+    tensors = {name: torch.zeros(64, dtype=torch.bfloat16) for name in ("input", "residual", "weight")}
+    tensors |= {"out": torch.zeros(64, dtype=torch.float8_e4m3fn), "results": torch.zeros(64, dtype=torch.int8)}
+    division = {"PIECE": 1024, "PART": 896, "BLOCK": 1024, "LANES": 64}
+    return sharded_rms_norm, arguments_of(
+        sharded_rms_norm, PIECES=1, W=size, H=896, BY_ROW=True, LARGEST=448.0, **division, **tensors
+    )
+
+
 @pytest.mark.parametrize(("pieces", "warps", "by_row"), by_turns(CASES))
-@pytest.mark.parametrize("kernel", KERNELS, ids=["one shot", "two shot"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=["one shot", "two shot", "by owner"])
 def test_programs_of_a_row_meet_once_in_shared_memory(kernel, pieces, warps, by_row):
     nbytes = 4 * (1 + by_row) * warps * pieces
     in_order = [
@@ -76,3 +88,12 @@ def test_a_warp_awaits_vectors_in_one_loop_and_leaves_it_as_a_whole(size, piece,
     given = arguments_of(one_shot_rms_norm, PIECES=8, W=size, **division)
     text = compile_for("sm_90", one_shot_rms_norm, *given, num_warps=1).text
     assert text.count("bra POLL") == text.count("vote.sync.any.pred again") == loops
+
+
+@pytest.mark.parametrize("size", [2, thorough(3)])
+def test_an_owner_awaits_all_parts_at_once_and_a_rank_the_result_of_each_owner(size):
+    """Also where results are of fp8: they are polled 16 bytes at a time, as the parts are."""
+    kernel, given = of_fp8(size)
+    text = compile_for("sm_90", kernel, *given, num_warps=2).text
+    assert text.count("bra POLL") == text.count("vote.sync.any.pred again") == size
+    assert text.count("ld.relaxed.sys.global.v4.b32") >= 2 * size - 1

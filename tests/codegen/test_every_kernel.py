@@ -15,7 +15,6 @@ from codegen.collective_arguments import (
     COLLECTIVES,
     ELEMENTS,
     FLOAT32,
-    INT16,
     INT32,
     INT64,
     W,
@@ -24,6 +23,7 @@ from codegen.collective_arguments import (
 from codegen.expert_arguments import EXPERT_KERNELS, arguments_in
 from codegen.offline import TARGETS, by_turns, compile_for, targets_by_turns
 from codegen.operations import is_barrier, is_data, releases
+from codegen.row_arguments import OF_ROWS, rows_for, rows_in_tuples
 from iris.ccl.atomic import atomic
 from iris.ccl.broadcast import broadcast
 from iris.ccl.exchange import exchange
@@ -40,9 +40,6 @@ from iris.ops.kernel_arguments import (
     Channel,
     Epilogue,
     Matrix,
-    NormChannel,
-    NormTensors,
-    RowDivision,
     Sending,
     Tiling,
 )
@@ -80,13 +77,6 @@ OPERATIONS = {
     **dict.fromkeys(["CACHE_A", "CACHE_B"], ""),
     **{"ALLOW_TF32": True, "BIASED": True, "SCALED": False, "ALL_REDUCE": True},
     **{"WHAT": "signal ready", "BLOCK": 2048},
-}
-# Rows of 3600 in two pieces, of which four ranks have a part each: no power of two.
-ROWS = {
-    **{"epochs": INT32, "partials": INT64, "slots": INT16, "scale": None, "row_scales": FLOAT32, "eps": 1e-6},
-    **dict.fromkeys(["input", "residual", "weight"], BF16),
-    **{"rows": 256, "room": 256, "H": 3600, "ROW": 4096, "PART": 456, "BLOCK": 512, "PIECES": 2, "PIECE": 2048},
-    **{"LANES": 128, "CLUSTERED": False, "EARLY": True, "ADDS": True, "SCALED": False, "BY_ROW": False, "LARGEST": 0.0},
 }
 # What notes when a transfer between hosts began and ended.
 RAIL_TIMES = {
@@ -166,8 +156,8 @@ def arguments_of(kernel, **instead):
     given = ARGUMENTS
     if place.parent.name == "ccl":
         given = given | COLLECTIVES | ELEMENTS.get(place.stem, {})
-    elif place.stem == "all_reduce_rms_norm":
-        given = given | OPERATIONS | ROWS
+    elif place.stem in OF_ROWS:
+        given = given | OPERATIONS | rows_for(place.stem)
     elif place.parent.name in ("ops", "distributed"):
         given = given | OPERATIONS
     given = given | arguments_in(place.parent.name)
@@ -178,8 +168,8 @@ def arguments_of(kernel, **instead):
     given |= instead
     if place.parent.name == "ccl":
         given |= collective_in_tuples(kernel, given)
-    if place.stem == "all_reduce_rms_norm":
-        given |= rows_in_tuples(given)
+    if place.stem in OF_ROWS:
+        given |= rows_in_tuples(place.stem, given)
     elif place.parent.name == "ops" and "channel" in kernel.arg_names:
         given |= in_tuples(given)
     return [given[name] for name in kernel.arg_names]
@@ -196,17 +186,6 @@ def in_tuples(given):
         "epilogue": Epilogue(given["bias"], given["scale_a"], given["scale_b"]),
         **{name: Matrix(given[name], *(given[each] for each in both)) for name, both in strides.items()},
         **{"SENDING": sending, "TILING": tiling},
-    }
-
-
-def rows_in_tuples(given):
-    """The same for `all_reduce_rms_norm`."""
-    wanted = {"residual": given["ADDS"], "scale": given["SCALED"], "row_scales": given["BY_ROW"]}
-    tensors = {name: given[name] if wanted.get(name, True) else None for name in NormTensors._fields}
-    return {
-        "channel": NormChannel(given["context_tensor"], *(given[name] for name in NormChannel._fields[1:])),
-        "tensors": NormTensors(**tensors),
-        "DIVISION": RowDivision(**{name: given[name] for name in RowDivision._fields}),
     }
 
 

@@ -54,7 +54,7 @@ def tolerance(dtype, scale):
     return torch.finfo(dtype).eps / 2 + 1e-5, least * scale + 1e-6
 
 
-def rounds(ctx, variant, shape, dtype, out_dtype, scaling, adds, cluster):
+def rounds(ctx, variant, shape, dtype, out_dtype, scaling, adds, cluster, layout="replicated"):
     out = torch.empty(shape, dtype=out_dtype, device=ctx.device)
     weight = data(99, shape[1:], dtype)
     scale = torch.tensor([0.25], device=ctx.device) if scaling == "given" else None
@@ -65,15 +65,18 @@ def rounds(ctx, variant, shape, dtype, out_dtype, scaling, adds, cluster):
             everyone = inputs(ctx, round, shape, dtype)
             residual = data(77 + round, shape, dtype) if adds else None
             given = everyone[ctx.cur_rank].to(ctx.device)
-            x = residual.clone().to(ctx.device) if adds else None
-            ctx.ops.all_reduce_rms_norm(
-                out, given, weight.to(ctx.device), EPS, residual=x, scale=scale, row_scales=row_scales
-            )
+            kept = slice(None)
+            if layout == "sharded":
+                own = shape[0] // ctx.num_ranks
+                kept = slice(ctx.cur_rank * own, (ctx.cur_rank + 1) * own)
+            x = residual[kept].clone().to(ctx.device) if adds else None
+            options = dict(residual=x, scale=scale, row_scales=row_scales, residual_layout=layout)
+            ctx.ops.all_reduce_rms_norm(out, given, weight.to(ctx.device), EPS, **options)
             # The sum is rounded as an all-reduce's is.
             total = sum(each.to(FP32) for each in everyone).to(dtype)
             wanted_x, wanted = expected(total, residual, weight)
             if adds:
-                torch.testing.assert_close(x.cpu().double(), wanted_x, rtol=torch.finfo(dtype).eps, atol=1e-6)
+                torch.testing.assert_close(x.cpu().double(), wanted_x[kept], rtol=torch.finfo(dtype).eps, atol=1e-6)
             factor = 1.0
             if scale is not None:
                 factor = 0.25

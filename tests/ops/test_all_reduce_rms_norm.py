@@ -9,6 +9,7 @@ from covering import EVERYTHING, RANKS, covering
 
 import iris
 from iris.ccl import functional as collectives
+from iris.ccl.lamport_channel import SLOTS
 from iris.errors import InvalidCollectiveError, InvalidGroupError, NotATensorError
 from iris.ops import functional, normalisation
 from ops.norms import BF16, CLUSTERS, E4M3, E5M2, EPS, FP16, FP32, by, data, expected, inputs, rounds, tolerance
@@ -223,6 +224,24 @@ def with_little_room(ctx):
 
 def test_many_shapes_leave_room_for_the_collectives(ranks):
     ranks.run(with_little_room)
+
+
+def some_at_a_time(ctx, rows, columns, *case):
+    """There is room for 4 rows in one kernel, and not for 8."""
+    with pytest.MonkeyPatch.context() as patch:
+        itemsize = case[0].itemsize
+        patch.setattr(normalisation, "LEAST_AT_A_TIME", 4 * columns * itemsize)
+        of_six = SLOTS.value * 6 * 2 * columns * itemsize
+        patch.setattr(normalisation, "SHARE_OF_WORKSPACE", ctx.ccl.communicator().workspace.limit // of_six)
+        rounds(ctx, "two_shot_push", (rows, columns), *case, CLUSTERS[-1])
+    used = " ".join(ctx.ccl.communicator().workspace.progress())
+    assert f"4 rows of {columns} " in used and f"8 rows of {columns} " not in used
+
+
+@pytest.mark.ranks(2)
+def test_many_rows_are_normalised_some_at_a_time(ranks):
+    ranks.run(some_at_a_time, 7, 1600, BF16, E4M3, "by row", True)
+    ranks.run(some_at_a_time, 8, 1616, FP32, FP32, None, True)
 
 
 def decided_at_first(ctx):

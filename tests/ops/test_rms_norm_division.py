@@ -8,21 +8,22 @@ import torch.distributed as dist
 
 from iris.ccl import communicator
 from iris.language.target import threads_per_warp
-from iris.ops import normalisation
+from iris.ops import row_division
+from iris.ops.row_division import BY_OWNER
 from ops.norms import BF16, CLUSTERS, rounds
 
 
 def beyond_the_row(ctx, cluster):
     """Pieces so small that what they are rounded up by is more than one of them."""
     columns, sms = 200, ctx.get_cu_count() if torch.cuda.is_available() else None
-    before = normalisation.SMALLEST_PIECE, normalisation.SMALLEST_PART
-    normalisation.SMALLEST_PIECE, normalisation.SMALLEST_PART = 16, 8
+    before = row_division.SMALLEST_PIECE, row_division.SMALLEST_PART
+    row_division.SMALLEST_PIECE, row_division.SMALLEST_PART = 16, 8
     try:
-        division = normalisation.divide("two_shot_push", ctx.num_ranks, 1, columns, 2, sms, cluster)
+        division = row_division.divide("two_shot_push", ctx.num_ranks, 1, columns, 2, sms, cluster)
         assert (division.pieces - 1) * ctx.num_ranks * division.part >= columns
         rounds(ctx, "two_shot_push", (1, columns), BF16, BF16, None, True, cluster)
     finally:
-        normalisation.SMALLEST_PIECE, normalisation.SMALLEST_PART = before
+        row_division.SMALLEST_PIECE, row_division.SMALLEST_PART = before
 
 
 @pytest.mark.ranks(2, 3)
@@ -37,22 +38,22 @@ SMS = 132  # of an H200
 def test_programs_that_wait_for_each_other_all_have_a_place():
     """Those of the other ranks wait for all of them, and those of a row for each other."""
     for variant, size, room, columns, itemsize, cluster in product(
-        ("one_shot", "two_shot_push"), (1, 2, 3, 5, 6, 7, 8, 12), (1, 2, 16, 64, 1024),
+        ("one_shot", "two_shot_push", BY_OWNER), (1, 2, 3, 5, 6, 7, 8, 12), (1, 2, 16, 64, 1024),
         (1, 300, 4096, 5000, 16384, 32768), (2, 4), (1, 8, 16),
     ):  # fmt: skip
-        division = normalisation.divide(variant, size, room, columns, itemsize, SMS, cluster)
-        ranks = 1 if variant == "one_shot" else size
+        division = row_division.divide(variant, size, room, columns, itemsize, SMS, cluster)
+        ranks = size if variant == "two_shot_push" else 1
         assert division.pieces * ranks * division.part >= columns
         assert division.piece >= ranks * division.part and division.block >= division.part
         assert division.part * itemsize % 16 == 0 and division.warps & (division.warps - 1) == 0
         # Each thread polls a word.
-        assert division.block * itemsize >= 4 * threads_per_warp() * division.warps
+        polled = 1 if variant == BY_OWNER else itemsize  # results may be of fp8
+        assert division.block * polled >= 4 * threads_per_warp() * division.warps
         if division.pieces > 1:
-            assert room * division.pieces * division.warps <= normalisation.WARPS * SMS
+            assert room * division.pieces * division.warps <= row_division.WARPS * SMS
         if division.clustered:
-            assert 1 < division.pieces <= cluster and division.warps <= normalisation.CLUSTER_WARPS
-            held = division.piece * itemsize * max(4, size if variant == "one_shot" else 1)
-            assert held <= division.warps * threads_per_warp() * normalisation.CLUSTER_BYTES
+            assert 1 < division.pieces <= cluster and division.warps <= row_division.CLUSTER_WARPS
+            assert row_division.in_registers(division, variant, size, itemsize)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +63,12 @@ def test_programs_that_wait_for_each_other_all_have_a_place():
         ("one_shot", 6, 1, 16384, 16, 2, True), ("one_shot", 8, 1, 32768, 128, 1, False),
         ("two_shot_push", 2, 32, 8192, 16, 1, True), ("two_shot_push", 4, 32, 4096, 8, 1, True),
         ("two_shot_push", 5, 32, 4096, 4, 2, True), ("two_shot_push", 4, 128, 8192, 4, 2, True),
-        ("two_shot_push", 4, 1024, 8192, 1, 8, False),
+        ("two_shot_push", 4, 1024, 8192, 1, 8, False), (BY_OWNER, 2, 128, 7168, 4, 2, True),
+        (BY_OWNER, 2, 1024, 8192, 1, 8, False),
     ],
 )  # fmt: skip
 def test_few_rows_have_several_programs_each(variant, size, room, columns, pieces, warps, clustered):
-    division = normalisation.divide(variant, size, room, columns, 2, SMS, 16)
+    division = row_division.divide(variant, size, room, columns, 2, SMS, 16)
     assert (division.pieces, division.warps, division.clustered) == (pieces, warps, clustered)
 
 

@@ -1,22 +1,127 @@
-"""all_reduce_rms_norm whose residual is kept by the ranks that own its rows: the same bits as with a whole one."""
+"""all_reduce_rms_norm whose residual is kept by the ranks that own its rows: in one kernel, or in three steps."""
 
 import contextlib
+import time
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from covering import EVERYTHING, RANKS, covering
+from covering import EVERYTHING, RANKS, covering, thorough
 from patterns import assert_same_bits
 from rank_pool import Hosts, needs_gloo
 
 import iris
+from iris.ccl.lamport_channel import SLOTS
 from iris.errors import GroupAbortedError, InvalidCollectiveError, UnknownChoiceError
+from iris.ops import normalisation
 from iris.ops.normalisation import AllReduceRmsNorm
-from ops.norms import BF16, E4M3, EPS, FP16, FP32, by, data, inputs
+from ops.norms import BF16, CLUSTERS, E4M3, E5M2, EPS, FP16, FP32, by, data, inputs, rounds, tolerance
 
 # Rows of each rank, and columns: the second are nowhere aligned.
 SHAPES = [(2, 300), (3, 1153), (1, 8)]
+RESULTS = [(None, None), (E4M3, "by row"), (E4M3, "given"), (E5M2, None)]
+
+
+def in_one_kernel(ctx, each, columns, *case):
+    """Rows that several programs share, and more rows than programs; twice, or each slot and one again."""
+    rounds(ctx, "two_shot", (ctx.num_ranks * each, columns), *case, layout="sharded")
+    if ctx.num_ranks > 1 and ctx.num_hosts == 1:
+        said = " ".join(ctx.ccl.communicator().workspace.progress())
+        assert f"of {columns} {case[0]} by owners" in said
+
+
+@pytest.mark.ranks(*(RANKS if EVERYTHING else (3,)))
+def test_results(ranks):
+    shapes = [(1, 3000), (2, 1153), (21, 200), (5, 1)]
+    for shape, dtype, (out, scaling), *rest in covering(
+        shapes, [BF16, FP16, FP32], RESULTS, [False, True], CLUSTERS, ranks=ranks
+    ):
+        ranks.run(in_one_kernel, *shape, dtype, out or dtype, scaling, *rest)
+
+
+def some_at_a_time(ctx):
+    """There is room for 4 rows of each rank in one kernel, and not for 8."""
+    columns = 1648
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(normalisation, "LEAST_AT_A_TIME", 4 * ctx.num_ranks * columns * BF16.itemsize)
+        of_six = 6 * SLOTS.value * (2 * ctx.num_ranks - 1) * columns * BF16.itemsize
+        patch.setattr(normalisation, "SHARE_OF_WORKSPACE", ctx.ccl.communicator().workspace.limit // of_six)
+        in_one_kernel(ctx, 7, columns, BF16, BF16, None, True, CLUSTERS[-1])
+        patch.setattr(normalisation, "SHARE_OF_WORKSPACE", ctx.ccl.communicator().workspace.limit // (of_six * 3 // 4))
+        in_one_kernel(ctx, 7, columns, BF16, E4M3, "by row", True, CLUSTERS[-1])
+    assert f"8 rows of {columns} " not in " ".join(ctx.ccl.communicator().workspace.progress())
+
+
+@pytest.mark.ranks(2)
+def test_many_rows_are_normalised_some_at_a_time(ranks):
+    ranks.run(some_at_a_time)
+
+
+def same_bits(ctx):
+    """On all ranks, and where the rows are written over what they are of."""
+    shape, weight = (3 * ctx.num_ranks, 1153), data(99, (1153,), BF16).to(ctx.device)
+    given = data(ctx.cur_rank, shape, BF16).to(ctx.device)
+    out = torch.empty_like(given)
+    for result in (out, given):
+        ctx.ops.all_reduce_rms_norm(result, given, weight, EPS, residual_layout="sharded")
+    assert_same_bits(given, out)
+    for rank in range(ctx.num_ranks):
+        assert_same_bits(ctx.broadcast(out, rank), out)
+
+
+@pytest.mark.ranks(*(2, 3) if EVERYTHING else (3,))
+def test_bits_are_the_same_on_all_ranks(ranks):
+    ranks.run(same_bits)
+
+
+def one_after_the_other(ctx, calls):
+    """Calls of other kinds and numbers of rows, with no meeting of the hosts; in each a rank is late."""
+    columns, weight = 1056, torch.ones(1056, dtype=BF16, device=ctx.device)
+    wanted = []
+    for call in range(calls):
+        shape = ((1, 3, 1, 4)[call // 4 % 4] * ctx.num_ranks, columns)
+        everyone = inputs(ctx, call, shape, BF16)
+        by_row, eps = call % 4 == 0, (1, 1e-5)[call % 2]
+        out = torch.empty(shape, dtype=E4M3 if by_row else BF16, device=ctx.device)
+        factors = torch.empty(shape[0], device=ctx.device) if by_row else None
+        if call % ctx.num_ranks == ctx.cur_rank:
+            time.sleep(0.02)
+        given = everyone[ctx.cur_rank].to(ctx.device)
+        ctx.ops.all_reduce_rms_norm(out, given, weight, eps, row_scales=factors, residual_layout="sharded")
+        x = sum(each.float() for each in everyone).to(BF16).double()
+        wanted.append((x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), out, factors))
+    for exact, out, factors in wanted:
+        factor = 1 if factors is None else factors.cpu().double()[:, None]
+        rtol, atol = tolerance(out.dtype, float(torch.as_tensor(factor).max()))
+        torch.testing.assert_close(out.cpu().double() * factor, exact, rtol=rtol, atol=atol)
+
+
+@pytest.mark.ranks(2, 3, 4, 5) if EVERYTHING else pytest.mark.ranks(2)
+@pytest.mark.parametrize("calls", [12, thorough(48)])
+def test_calls_of_other_kinds_behind_each_other(ranks, calls):
+    ranks.run(one_after_the_other, calls)
+
+
+def not_numbers(ctx):
+    """A NaN or an infinity of one rank is in that row of all ranks, and in no other."""
+    given, weight = (
+        torch.ones(3 * ctx.num_ranks, 300, dtype=BF16, device=ctx.device),
+        torch.ones(300, device=ctx.device),
+    )
+    if ctx.cur_rank == 0:
+        given[-1, 7], given[1, 299] = torch.nan, torch.inf
+    out, narrow = torch.empty_like(given), torch.empty(given.shape, dtype=E4M3, device=ctx.device)
+    factors = torch.empty(len(given), device=ctx.device)
+    ctx.ops.all_reduce_rms_norm(out, given, weight, residual_layout="sharded")
+    ctx.ops.all_reduce_rms_norm(narrow, given, weight, row_scales=factors, residual_layout="sharded")
+    assert out[-1].isnan().all() and out[1, 299].isnan() and (out[1, :299] == 0).all()
+    assert narrow.float()[[1, -1]].isnan().all() and factors[[1, -1]].isnan().all()
+    assert not any(each[[0, *range(2, len(each) - 1)]].float().isnan().any() for each in (out, narrow, factors))
+
+
+def test_what_is_not_a_number(ranks):
+    ranks.run(not_numbers)
 
 
 def result(ctx, layout, round, shape, dtype, out_dtype, scaling, adds, in_place):
@@ -29,8 +134,8 @@ def result(ctx, layout, round, shape, dtype, out_dtype, scaling, adds, in_place)
         residual = residual[ctx.cur_rank].clone() if layout == "sharded" else residual
     scale = torch.tensor([0.25], device=ctx.device) if scaling == "given" else None
     factors = torch.empty(shape[:2], device=ctx.device) if scaling == "by row" else None
-    # Behind an all-reduce, whose kernel is the same.
-    with by(ctx, "two_shot"):
+    # Behind a collective, each by the same kernel.
+    with by(ctx, "two_shot"), mock.patch.object(AllReduceRmsNorm, "_in_one_kernel", lambda *_: None):
         ctx.ops.all_reduce_rms_norm(
             out, given, weight, EPS, residual=residual, scale=scale, row_scales=factors, residual_layout=layout
         )
@@ -47,9 +152,8 @@ def same_as_whole(ctx, cases):
 
 
 @pytest.mark.ranks(*(*RANKS, Hosts(2, 2)) if EVERYTHING else (1, 3))
-def test_the_bits_are_those_of_a_whole_residual(ranks):
-    results = [(None, None), (E4M3, "by row"), (E4M3, "given")]
-    ranks.run(same_as_whole, list(covering(SHAPES, [BF16, FP16, FP32], results, [True, False], [False, True])))
+def test_in_three_steps_the_bits_are_those_of_a_whole_residual(ranks):
+    ranks.run(same_as_whole, list(covering(SHAPES, [BF16, FP16, FP32], RESULTS, [True, False], [False, True])))
 
 
 def refused(ctx):

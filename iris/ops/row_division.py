@@ -1,0 +1,102 @@
+"""How the rows of `all_reduce_rms_norm` are divided among programs."""
+
+import functools
+from typing import NamedTuple
+
+from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
+from iris.language.target import threads_per_warp
+
+# The variants of all_reduce that have a kernel of their own here, and the steps of each.
+STEPS = {"one_shot": 1, "two_shot_push": 2}
+# And the variant in which a row is normalised by the rank that owns it: `iris.ops.sharded_rms_norm`.
+BY_OWNER = "owners"
+
+# Elements of a row that a program has at least, in one shot, and twice as many in two; and of them that a rank adds up.
+SMALLEST_PIECE, SMALLEST_PART = 256, 128
+MOST_WARPS = 8
+# Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
+# "Compute Capabilities": 65536 registers). A launch has half of the warps; or a third, if the next launch of its stream
+# may take places before its turn: see `iris.ccl.kernel_launch.ALL_REGISTERS`.
+REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
+# Bytes that a thread holds at most, of a program in a cluster or of `BY_OWNER`: of the pieces of all ranks, but in two
+# shots; and of one piece and what is computed from it, which is four times as much. A program in a cluster has no more
+# warps than that asks for, since on AMD they have to agree in every round of polling; and two at most: programs of a
+# cluster begin together or not at all, and of two warps each takes an eighth of a multiprocessor's registers at most, a
+# warp a quarter of a partition's, which collectives leave in each of the four
+# (`iris.ccl.kernel_launch.MOST_REGISTERS`).
+THREAD_BYTES, CLUSTER_WARPS = 256, 2
+
+
+class Division(NamedTuple):
+    """How the rows of a call are divided among programs."""
+
+    pieces: int
+    """Of a row, each with a program of its own if there are several."""
+    piece: int
+    """Elements of one, rounded up to a power of two."""
+    part: int
+    """Elements of one that a rank adds up: in one shot all of them."""
+    block: int
+    """The same, rounded up to a power of two."""
+    warps: int
+    clustered: bool
+    """Whether the programs of a row are a cluster."""
+
+
+def held_bytes(variant: str, size: int, itemsize: int, piece: int) -> int:
+    """Of a piece of so many elements: of all ranks' parts of it, where a program has them, or of what comes of them."""
+    return piece * itemsize * max(4, 1 if variant == "two_shot_push" else size)
+
+
+def in_registers(division: Division, variant: str, size: int, itemsize: int) -> bool:
+    """Whether a thread has the registers for what it holds of a piece."""
+    bytes_ = division.warps * threads_per_warp() * THREAD_BYTES
+    return held_bytes(variant, size, itemsize, division.piece) <= bytes_
+
+
+def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms: int | None, cluster: int) -> Division:
+    """For ``room`` rows of ``columns``, by a variant of `STEPS`, or `BY_OWNER`, among ``size`` ranks.
+
+    ``sms``: multiprocessors, or None in the simulator; ``cluster``: programs that a cluster has at most.
+    """
+    threads = threads_per_warp()
+    # At least as many words as a warp has threads: each polls one of its own (`iris.language.ll`).
+    fewest = threads * max(1, 4 // itemsize)
+    # Ranks among which a piece is divided; else a program holds those of all ranks.
+    ranks = size if variant == "two_shot_push" else 1
+
+    held = functools.partial(held_bytes, variant, size, itemsize)
+
+    def cut(clustered: bool) -> Division:
+        """Into as many pieces as there may be."""
+        programs = SIMULATED_PROGRAMS if sms is None else (4 if clustered else 2) * sms
+        most_pieces = min(cluster, programs // room) if clustered else programs // room
+        smallest = SMALLEST_PIECE if variant == "one_shot" else max(2 * SMALLEST_PIECE, ranks * SMALLEST_PART)
+        pieces = 1
+        while 2 * pieces * smallest <= power_of_two(columns) and 2 * pieces <= most_pieces:
+            pieces *= 2
+        if variant == "one_shot":
+            piece = part = block = max(fewest, power_of_two(columns) // pieces)
+            # 16 bytes a thread of what is polled; or 32 of a piece if each thread still polls a word.
+            share = block * itemsize // 16
+        elif variant == BY_OWNER:
+            # Parts and results begin at multiples of 16 bytes, and a thread polls a word of either, if they are fp8.
+            part = -(-columns // (16 * pieces)) * 16
+            piece = block = max(4 * threads, power_of_two(part))
+            share = block // 16
+        else:
+            # Parts begin at multiples of 16 bytes.
+            part = -(-columns // (8 * pieces * ranks)) * 8
+            piece, block = max(fewest, power_of_two(ranks * part)), max(fewest, power_of_two(part))
+            share = min(piece * itemsize // 32, block * itemsize // 4)
+        most_warps = power_of_two(-(-held(piece) // (threads * THREAD_BYTES))) if clustered else MOST_WARPS
+        warps = max(1, min(most_warps, share // threads))
+        # Pieces of a row are under way together, so there must be room for all programs.
+        while sms is not None and pieces > 1 and warps > 1 and room * pieces * warps > WARPS * sms:
+            warps //= 2
+        return Division(pieces, piece, part, block, warps, clustered)
+
+    # Fewer pieces that meet in shared memory are faster than more that meet in L2.
+    division = cut(clustered=True)
+    fits = in_registers(division, variant, size, itemsize) and division.warps <= CLUSTER_WARPS
+    return division if division.pieces > 1 and fits else cut(clustered=False)
