@@ -36,7 +36,6 @@ WIDE = sample(
     ["none", "lines", "groups"],
     [64, 128, 256],
     [None, torch.float16],
-    together=2,
 )
 
 

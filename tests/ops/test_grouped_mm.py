@@ -45,14 +45,14 @@ def test_groups_of_any_sizes(sizes, layout):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(dtype):
     axes = LAYOUTS[:3], EXTENTS, ORDERS, SCALES[:3], ACTIVATIONS, CONFIGS, [None, torch.float32], [False, True]
-    for layout, extents, order, scale, activation, config, out_dtype, sliced in sample(*axes, together=2):
+    for layout, extents, order, scale, activation, config, out_dtype, sliced in sample(*axes):
         check(SIZES["uneven"], layout, dtype, *extents, order, scale, activation, config, out_dtype, sliced)
 
 
 @pytest.mark.parametrize("scale", [*SCALES[3::2], *map(thorough, SCALES[4::2])])
 def test_scales_of_blocks(scale):
     axes = LAYOUTS[1:3], OF_BLOCKS, ORDERS, ACTIVATIONS, CONFIGS
-    for layout, extents, order, activation, config in sample(*axes, together=2):
+    for layout, extents, order, activation, config in sample(*axes):
         check(SIZES["equal"], layout, FP8, *extents, order, scale, activation, config)
 
 
