@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from covering import EVERYTHING, SAMPLED, sample
+from covering import EVERYTHING, SAMPLED, sample, thorough
 
 from iris.ops.copies import COPIED
 from iris.simulator import ACTIVE
@@ -57,8 +57,12 @@ def fp8_hopper_cases():
     return [case for case in cases if case[1].itemsize == 1 or case[1] == case[8]]
 
 
+# What runs the kernels of another one, with the same dtypes.
+ALIKE = ("matmul_reduce_scatter", True), ("matmul_all_gather", False), ("matmul_all_reduce", False)
+
+
 @pytest.mark.ranks(*(RANKS if EVERYTHING else (2,)))
-@pytest.mark.parametrize(("name", "hopper"), PRODUCTS, ids=str)
+@pytest.mark.parametrize(("name", "hopper"), [thorough(*each) if each in ALIKE else each for each in PRODUCTS], ids=str)
 def test_product_of_fp8_and_with_scales(ranks, name, hopper):
     for case in fp8_hopper_cases() if hopper else fp8_cases(name):
         ranks.run(check, name, *case)

@@ -41,7 +41,7 @@ def check(ctx, gather_dim, shape, dtype, way, layout_a, layout, heap):
 
 
 @pytest.mark.ranks(*RANKS)
-@pytest.mark.parametrize("gather_dim", ["m", "k"])
+@pytest.mark.parametrize("gather_dim", [thorough("m"), "k"])
 def test_rows_and_columns_of_all_ranks(ranks, gather_dim):
     ways = [*WAYS, "copies"] if gather_dim == "m" else WAYS
     for case in sample(SHAPES, DTYPES, ways, LAYOUTS, LAYOUTS, [False, True]):
