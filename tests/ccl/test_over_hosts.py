@@ -134,7 +134,7 @@ def repeat(ctx, hosts):
         ctx.ccl.barrier()
 
 
-LATE_ON = (Hosts(2, 2, dealt=True), Hosts(2, 3)) + (() if SAMPLED else (Hosts(2, 2), Hosts(4, 1)))
+LATE_ON = (Hosts(2, 2, dealt=True),) + (() if SAMPLED else (Hosts(2, 3), Hosts(2, 2), Hosts(4, 1)))
 
 
 @pytest.mark.ranks(*LATE_ON)
