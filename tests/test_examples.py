@@ -113,7 +113,7 @@ def test_wrong_data_are_noticed(ranks):
             [MESSAGES / "signal_wait.py", "--size=16003"],
             "messages of 16000 bytes from rank 0 to rank 1 are right",
         ),
-        thorough([], [COLLECTIVES / "all_reduce.py"], f"all_reduce: 3 rounds of {SIZE} bytes among 2 ranks are right"),
+        ([], [COLLECTIVES / "all_reduce.py"], f"all_reduce: 3 rounds of {SIZE} bytes among 2 ranks are right"),
     ],
     ids=["alone", "torchrun", "collective"],
 )
