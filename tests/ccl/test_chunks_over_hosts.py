@@ -59,6 +59,7 @@ def move_in_chunks(ctx, cases, number, expected):
     assert transfers == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(*FEWER_HOSTS)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_what_is_gathered_is_the_same(ranks, number):
@@ -113,7 +114,7 @@ def transfers_of_roots(ctx, hosts, calls, number):
 
 @pytest.mark.ranks(*FEWER_HOSTS)
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("collective", ["broadcast", "gather", "scatter"])
+@pytest.mark.parametrize("collective", ["broadcast", thorough("gather"), "scatter"])
 def test_what_has_a_root_is_the_same(ranks, collective, number):
     chosen = sample(10, f"{collective} {number}", SHAPES, DTYPES, PLACES, PLACES, LAYOUTS)
     cases = [

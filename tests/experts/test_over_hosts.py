@@ -121,6 +121,7 @@ def divided(ctx, hosts, low_latency, quantize):
     done_with(ctx, ep)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(*FEWER_HOSTS)
 @pytest.mark.parametrize("quantize", ["fp8_row", "fp8_block128"])
 @both_forms

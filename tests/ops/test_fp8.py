@@ -58,7 +58,8 @@ def fp8_hopper_cases():
 
 
 # What runs the kernels of another one, with the same dtypes.
-ALIKE = ("matmul_reduce_scatter", True), ("matmul_all_gather", False), ("matmul_all_reduce", False)
+ALIKE = [("matmul_reduce_scatter", True), ("matmul_all_gather", False), ("matmul_all_reduce", False)]
+ALIKE += [("all_gather_matmul", True), ("matmul_all_gather", True)]
 
 
 @pytest.mark.ranks(*(RANKS if EVERYTHING else (2,)))

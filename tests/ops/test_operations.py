@@ -249,7 +249,7 @@ def in_two_modes(ctx, way):
     prepared.close()
 
 
-@pytest.mark.parametrize("way", ["fused", "Hopper", "copies"])
+@pytest.mark.parametrize("way", [thorough("fused"), "Hopper", "copies"])
 def test_evaluation_and_training(ranks, way):
     if way == "Hopper" and torch.version.hip is not None:
         pytest.skip("Hopper's kernel")
