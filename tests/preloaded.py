@@ -200,7 +200,7 @@ IMPORTS_IRIS = re.compile(r"^(import|from) iris\b", re.MULTILINE)
 def settings_of_iris(arguments, environment, folder, **_):
     """What the import of iris depends on, if this program begins with it, and it does nothing but define things."""
     settings = {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
-    if settings.get("IRIS_SANITIZE", "1") != "1":
+    if settings.get("IRIS_SANITIZE", "0") not in ("", "0", "1"):
         return None  # which is refused by the import
     settings = {name: value for name, value in settings.items() if not name.startswith(WATCHED)}
     paths = settings.get("PYTHONPATH", "").split(os.pathsep)
