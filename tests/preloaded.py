@@ -204,7 +204,8 @@ def settings_of_iris(arguments, environment, folder, **_):
         return None  # which is refused by the import
     settings = {name: value for name, value in settings.items() if not name.startswith(WATCHED)}
     paths = settings.get("PYTHONPATH", "").split(os.pathsep)
-    if any(os.path.commonpath([PROJECT, os.path.abspath(path)]) != PROJECT for path in paths):
+    in_project = [os.path.commonpath([PROJECT, os.path.abspath(path)]) == PROJECT for path in paths]
+    if "PYTHONPATH" not in settings or not all(in_project):
         return None  # it may be another iris
     if any(name.startswith("IRIS_") and os.sep in settings[name] for name in settings):
         return None  # folders are other ones each time
