@@ -18,9 +18,11 @@ ON_HOSTS = $(call TORCHRUN,$(or $(RANKS_OF_HOSTS),$(error HOSTS=$(HOSTS) is no n
 # hundreds of processes, each of which would compile torch or this library anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Of the tests, of which three run at a time, the longest first: ranks that wait leave two cores time for more than two.
-PARTS := test-operations test-simulator test-compiled test-over-hosts test-oldest test-sanitized
+# Of the tests, of which four run at a time, the longest first: processes that wait for others leave two cores time for
+# more than two.
+PARTS := test-simulator test-operations test-collectives test-compiled test-over-hosts test-oldest test-sanitized
 OPERATIONS := language ops sanitizer tracing test_docs.py
+COLLECTIVES := ccl experts heap inductor
 
 # What runs under the sanitizer only; and besides, in `make test-all`, all that uses ranks.
 SANITIZED := x ops/test_rounds.py experts/test_rounds.py test_example_folders.py test_example_refusals.py
@@ -29,9 +31,10 @@ ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl experts heap tracing $(
 
 # What the oldest Triton compiles, for the GPUs that were run, and runs: in `make test-all` for all, and by torchrun too.
 # For NVIDIA's the sample leaves what is made of the same device functions to the newest.
-OLDEST_LEAVES := $(addprefix --ignore tests/codegen/test_,$(addsuffix .py,clusters example_kernels fused_dtypes generated_code host_guards tiles))
+OLDEST_LEAVES := $(addprefix --ignore tests/codegen/test_,$(addsuffix .py,clusters digests example_kernels fused_dtypes generated_code host_guards tiles))
 OLDEST_TARGETS := $(if $(IRIS_TEST_ALL),,-k "not gfx" $(OLDEST_LEAVES))
-OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun")
+# Of the simulator, what waits and how it is switched on know nothing of Triton's version.
+OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun" $(addprefix --ignore tests/simulator/test_,activation.py grid.py resting.py))
 
 # All combinations take hours: they run in pieces, and go on where they were interrupted.
 PYTEST := $(if $(IRIS_TEST_ALL),scripts/in_pieces.py,-m pytest -q)
@@ -53,18 +56,24 @@ demo: setup          ## two ranks exchange data from inside Triton and Gluon ker
 	$(RUN) -m iris demo
 
 test: setup          ## lint, and the covering sample: simulator, compile checks, oldest Triton
-	$(MAKE) --jobs 3 $(if $(IRIS_TEST_ALL),--keep-going,--output-sync=target) --no-print-directory lint $(PARTS)
+	$(MAKE) --jobs 4 $(if $(IRIS_TEST_ALL),--keep-going,--output-sync=target) --no-print-directory lint $(PARTS)
 
 test-simulator:
-	$(RUN) $(PYTEST) tests $(addprefix --ignore tests/,codegen $(OPERATIONS) $(SANITIZED) $(OVER_HOSTS) $(OF_HOSTS_HERE))
+	$(RUN) $(PYTEST) tests \
+	  $(addprefix --ignore tests/,codegen $(OPERATIONS) $(COLLECTIVES) $(SANITIZED) $(OVER_HOSTS) $(OF_HOSTS_HERE))
 
 test-operations:
 	$(RUN) $(PYTEST) $(addprefix tests/,$(OPERATIONS)) $(addprefix --ignore tests/,$(SANITIZED) $(OVER_HOSTS))
 
+test-collectives:
+	$(RUN) $(PYTEST) $(addprefix tests/,$(COLLECTIVES)) \
+	  $(addprefix --ignore tests/,$(SANITIZED) $(OVER_HOSTS) $(OF_HOSTS_HERE))
+
 test-over-hosts:
 	$(RUN) $(PYTEST) $(addprefix tests/,$(OVER_HOSTS) $(OF_HOSTS_HERE))
 
-test-compiled: setup-oldest
+# Make begins a part that waits for a setting up behind all others.
+test-compiled: $(if $(IRIS_TEST_ALL),setup-oldest)
 	IRIS_SIMULATOR=0 $(RUN) $(PYTEST) tests/codegen
 	$(if $(IRIS_TEST_ALL),$(RUN) scripts/digests.py)
 

@@ -100,6 +100,7 @@ def mistaken(monkeypatch):
 def iris_check(iris_check, monkeypatch):
     """The sanitizer's, with copies for the processes that it starts."""
     monkeypatch.setattr(sys, "executable", python()[0])
+    monkeypatch.setenv("PYTHONPATH", import_path())
     return iris_check
 
 

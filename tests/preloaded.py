@@ -191,7 +191,8 @@ def pass_on(template, connection, files, request):
 
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# What iris and Triton read when they are imported, and torch.
+# What iris and Triton read when they are imported, and torch; but by whom iris is watched, each copy reads for itself.
+WATCHED = ("IRIS_SANITIZE", "IRIS_TRACE_FOLDER", "IRIS_COMMANDS")
 READ_AT_IMPORT = ("IRIS_", "TRITON_", "TORCH_", "PYTORCH_", "CUDA_", "HIP_", "ROCR_", "PYTHON")
 IMPORTS_IRIS = re.compile(r"^(import|from) iris\b", re.MULTILINE)
 
@@ -199,11 +200,15 @@ IMPORTS_IRIS = re.compile(r"^(import|from) iris\b", re.MULTILINE)
 def settings_of_iris(arguments, environment, folder, **_):
     """What the import of iris depends on, if this program begins with it, and it does nothing but define things."""
     settings = {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
+    if settings.get("IRIS_SANITIZE", "0") not in ("", "0", "1"):
+        return None  # which is refused by the import
+    settings = {name: value for name, value in settings.items() if not name.startswith(WATCHED)}
     paths = settings.get("PYTHONPATH", "").split(os.pathsep)
-    if any(os.path.commonpath([PROJECT, os.path.abspath(path)]) != PROJECT for path in paths):
+    in_project = [os.path.commonpath([PROJECT, os.path.abspath(path)]) == PROJECT for path in paths]
+    if "PYTHONPATH" not in settings or not all(in_project):
         return None  # it may be another iris
-    if any("IRIS_SANITIZE" in name or name.startswith("IRIS_") and os.sep in settings[name] for name in settings):
-        return None  # which notes what the process does; folders are other ones each time
+    if any(name.startswith("IRIS_") and os.sep in settings[name] for name in settings):
+        return None  # folders are other ones each time
     first, *rest = [each for each in arguments if each not in ("-u", "-B")] or [""]
     if first == "-m":
         begins = rest[:1] == ["iris"]
@@ -226,7 +231,7 @@ def import_iris(environment, **_):
     import multiprocessing
 
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update({name: value for name, value in environment.items() if not name.startswith(WATCHED)})
     paths = environment["PYTHONPATH"].split(os.pathsep)
     sys.path[:] = [sys.path[0], *filter(None, paths), *(path for path in sys.path[1:] if path not in paths)]
     # What iris says at its import, once, each copy says that is the first process of its program.
@@ -313,6 +318,8 @@ def become(arguments, environment, folder):
     first, *rest = arguments
     if "iris.mode" in sys.modules and first != "-c":
         sys.modules["iris.mode"]._decide()
+    if "iris.sanitizer" in sys.modules:
+        sys.modules["iris.sanitizer"].prepare_process()
     begins = {"-c": "", "-": "", "-m": os.getcwd()}.get(first, os.path.dirname(os.path.realpath(first)))
     sys.path[:] = [begins, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *installed]
     multiprocessing.set_executable(sys.executable)

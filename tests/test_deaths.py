@@ -135,7 +135,7 @@ def test_all_others_are_told(where, victims, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "where", ["barrier", "kernel", *(["set-up", "device barrier", "collective"] if EVERYTHING else [])]
+    "where", ["kernel", *(["barrier", "set-up", "device barrier", "collective"] if EVERYTHING else [])]
 )
 def test_the_ranks_of_another_host_are_told(where, tmp_path):
     """Of two hosts with two ranks each one is killed. Who finds it first breaks the group, and may be faster."""

@@ -88,6 +88,7 @@ def test_a_process_goes_on_that_closes_the_rail_or_wants_to(choice):
         assert "The main thread is here" not in error
 
 
+@pytest.mark.thorough
 def test_the_loss_of_a_peer_is_said_at_once_and_ends_the_process():
     ((status, _, error), (lost, _, _)), _ = run("lose")
     assert lost == -9

@@ -223,11 +223,14 @@ def run_as_rank(program):
 
 
 def commands():
-    """Those that wait for twenty seconds, as another waits for one, or compile or shard whole models are thorough."""
+    """Those that wait for twenty seconds, as another waits for one, or compile or shard whole models are thorough.
+
+    So is what finds another race as one does.
+    """
     for page in PAGES:
         for line, block in commands_of(page):
             waits, shards = "IRIS_WAIT_TIMEOUT_S=20" in line, "train_sharded.py" in line
-            takes_long = waits or shards or page.stem in ("your-model", "transformers")
+            takes_long = waits or shards or "check reuse.py" in line or page.stem in ("your-model", "transformers")
             marks = [pytest.mark.thorough] * takes_long
             yield pytest.param(page, line, block, marks=marks)
 

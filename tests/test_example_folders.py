@@ -168,13 +168,10 @@ def few_numbers(ctx, folder, sizes):
         example.main(ctx, Workload(*sizes, BF16, rounds=21))
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2, exactly=True)
 @pytest.mark.parametrize(
-    "folder, sizes",
-    [
-        ("09_gemm_one_shot_all_reduce", (1, 1, 2)),
-        thorough("17_tensor_parallel_mlp", (2, 2, 1)),
-    ],
+    "folder, sizes", [("09_gemm_one_shot_all_reduce", (1, 1, 2)), ("17_tensor_parallel_mlp", (2, 2, 1))]
 )
 def test_results_of_few_numbers_are_right(ranks, folder, sizes):
     """Among so many rounds are some where torch's own error is next to nothing, and the terms of a sum cancel."""
@@ -268,8 +265,9 @@ def test_program():
     assert "vendor's GEMM alone" in output and ("simulator" in output) == SIMULATED
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
-@pytest.mark.parametrize("folder", SIZES if EVERYTHING else ["07_gemm_all_scatter/gluon"])
+@pytest.mark.parametrize("folder", SIZES)
 def test_benchmark_alone(folder):
     """Times, and not a word of data, which nobody has compared."""
     skip_without_packages(folder)

@@ -27,7 +27,10 @@ PRIVATE_FILES = {"ccl/push.py", "language/stamped.py", "language/marked.py", "un
 
 def private_words(text, words):
     """The names in ``text`` that are one of the words, with or without a leading underscore; and their lines."""
-    tokens, private = tokenize.generate_tokens(io.StringIO(text).readline), re.compile("|".join(words.split()))
+    private = "|".join(words.split())
+    if not re.search(rf"\b_*({private})\b", text):
+        return []  # tokens take long
+    tokens, private = tokenize.generate_tokens(io.StringIO(text).readline), re.compile(private)
     return [f"{each.start[0]}: {each.string}" for each in tokens if private.fullmatch(each.string.lstrip("_"))]
 
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "scripts/in_pieces.py"
 
 MANY = """
@@ -33,6 +35,7 @@ def run(folder, *arguments):
     return ended.returncode, numbers, ended.stdout + ended.stderr
 
 
+@pytest.mark.thorough  # by whom alone tests are run in pieces
 def test_what_has_passed_is_not_run_again_before_something_changes(tmp_path):
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     (tmp_path / ".gitignore").write_text("ran\nmended\n.pieces\n__pycache__\n.pytest_cache\n")

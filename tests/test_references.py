@@ -1,5 +1,6 @@
 """The references have each public name, with the signature that it has."""
 
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from iris.__main__ import commands as command_line
 DOCS = Path(__file__).parent.parent / "docs"
 
 
+@functools.cache
 def variables_of_the_package():
     sources = "".join(file.read_text() for file in (DOCS.parent / "iris").rglob("*.py"))
     return set(re.findall(r"\bIRIS_[A-Z_]+\b", sources))

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 NEEDED = ["material", "mkdocstrings_handlers"]
 
 pytestmark = [
+    pytest.mark.thorough,  # `make docs`, which CI runs beside `make test`, builds it, too
     pytest.mark.skipif(UNDER_TORCHRUN, reason="once is enough; run it without torchrun"),
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, NEEDED)), reason="what builds the site is not installed: the extra `docs`"

@@ -75,12 +75,15 @@ def start_if_wanted(group: "Group") -> None:
         late_rails.chance = random.Random(f"{os.environ[SEED_VARIABLE]} of the rails of rank {rank}")
 
 
+def prepare_process() -> None:
+    """What a process that the environment wants to be watched does from its beginning on."""
+    if switched_on(VARIABLE):
+        locks.replace()
+    if FOLDER_VARIABLE in os.environ:
+        # `check` asks where this process is, if it does not end: also one that has no context yet, or is a fork.
+        inspection.listen()
+        os.register_at_fork(after_in_child=inspection.listen)
+
+
 observer.on_join.append(start_if_wanted)
-
-if switched_on(VARIABLE):
-    locks.replace()
-
-if FOLDER_VARIABLE in os.environ:
-    # `check` asks where this process is, if it does not end: also one that has no context yet, or is a fork.
-    inspection.listen()
-    os.register_at_fork(after_in_child=inspection.listen)
+prepare_process()

@@ -48,6 +48,22 @@ def _broadcast(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]
     return tuple(map(max, left, right))
 
 
+# By what a block's shape is, and what its elements are: both are made once (`iris.simulator.shapes`).
+_blocks: dict[tuple[int, int], tl.block_type] = {}
+
+
+def _with_elements(block: tl.dtype, dtype: tl.dtype) -> tl.dtype:
+    """The type of a block of this shape, or of a number, with elements of ``dtype``."""
+    if not block.is_block():
+        return dtype
+    if type(dtype) is not tl.dtype:  # pointers' are made for each argument
+        return block.with_element_ty(dtype)
+    key = id(block.shape), id(dtype)
+    if key not in _blocks:
+        _blocks[key] = block.with_element_ty(dtype)
+    return _blocks[key]
+
+
 def _type_of(dtype: tl.dtype, left: tl.tensor, right: tl.tensor) -> tl.dtype | None:
     """The type of what is calculated from these, if its elements are of ``dtype``; None if the language has to say."""
     # Shapes are made once: `iris.simulator.shapes`.
@@ -55,9 +71,7 @@ def _type_of(dtype: tl.dtype, left: tl.tensor, right: tl.tensor) -> tl.dtype | N
     if block is right.type and left.type.is_block():
         shape = _broadcast(tuple(left.type.shape), tuple(right.type.shape))
         return None if shape is None else tl.block_type(dtype, list(shape))
-    if block.scalar is dtype:
-        return block
-    return block.with_element_ty(dtype) if block.is_block() else dtype
+    return block if block.scalar is dtype else _with_elements(block, dtype)
 
 
 def _replace(name: str, compute: Callable) -> None:
@@ -84,7 +98,7 @@ def _replace(name: str, compute: Callable) -> None:
             return otherwise(self, given)
         values = compute(self.handle.data, other)
         if compares:
-            dtype, result = tl.int1, result.with_element_ty(tl.int1) if result.is_block() else tl.int1
+            dtype, result = tl.int1, _with_elements(result, tl.int1)
         return tl.tensor(TensorHandle(values, dtype), result)
 
     setattr(tl.tensor, f"__{name}__", calculated)

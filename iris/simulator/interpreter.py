@@ -195,13 +195,13 @@ class Builder(InterpreterBuilder):
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *policy: Any, **named: Any) -> Any:
         recorder = observer.recorder
         if recorder is not None:
-            recorder.reaches(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)], READ)
+            recorder.reaches(ptrs.data[_lanes(mask, ptrs)], READ)
         if not any(map(_rereads_memory, (*policy, *named.values()))):
             # Who looks at one element may be looking at a flag.
             looks = recorder if ptrs.data.size == 1 else None
             with looks.numbered() if looks is not None else contextlib.nullcontext() as number:
                 result = super().create_masked_load(ptrs, mask, other, *policy, **named)
-            active = np.broadcast_to(mask.data, ptrs.data.shape)
+            active = _lanes(mask, ptrs)
             pointers, values = ptrs.data[active], result.data[active]
             if recorder is not None:
                 recorder.accessed(pointers, values.itemsize, READ, values, number)
@@ -213,7 +213,7 @@ class Builder(InterpreterBuilder):
         message = tasks.take_message()
         with recorder.numbered() if recorder is not None else contextlib.nullcontext() as number:
             result = super().create_masked_load(ptrs, mask, other, *policy, **named)
-        active = np.broadcast_to(mask.data, ptrs.data.shape)
+        active = _lanes(mask, ptrs)
         if active.any():
             pointers, values = ptrs.data[active], result.data[active]
             tasks.used_flags(pointers, writes=False, acquires=False, releases=False)
@@ -228,7 +228,7 @@ class Builder(InterpreterBuilder):
         recorder = observer.recorder
         if recorder is None:
             return super().create_masked_store(ptrs, value, mask, *policy, **named)
-        active = np.broadcast_to(mask.data, ptrs.data.shape)
+        active = _lanes(mask, ptrs)
         pointers, values = ptrs.data[active], np.broadcast_to(value.data, ptrs.data.shape)[active]
         recorder.reaches(pointers, WRITE)
         if tasks.take_message():
@@ -287,7 +287,7 @@ class Builder(InterpreterBuilder):
     def create_atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
         element = ptr.get_element_ty()
         shape = ptr.data.shape
-        active = np.broadcast_to(mask.data, shape)
+        active = _lanes(mask, ptr)
         operand = np.broadcast_to(val.data, shape)[active]
         pointers = ptr.data[active]
         result = np.zeros(shape, dtype=operand.dtype)  # what a lane that is masked off returns
@@ -311,7 +311,7 @@ class Builder(InterpreterBuilder):
         return TensorHandle(result, val.dtype.scalar)
 
     def create_atomic_load(self, ptr: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
-        active = np.broadcast_to(mask.data, ptr.data.shape)
+        active = _lanes(mask, ptr)
         pointers = ptr.data[active]
         with _recorded(pointers, sem, scope) as record:
             result = super().create_masked_load(ptr, mask, None, None, True)
@@ -375,6 +375,12 @@ def _rereads_memory(argument: Any) -> bool:
     if isinstance(argument, libtriton.CACHE_MODIFIER):
         return argument == libtriton.CACHE_MODIFIER.CV
     return argument is True or argument == "cv"
+
+
+def _lanes(mask: TensorHandle, pointers: TensorHandle) -> np.ndarray:
+    """Which elements are accessed. Most masks have the shape of the pointers, which to find out takes numpy longer."""
+    shape = pointers.data.shape
+    return mask.data if mask.data.shape == shape else np.broadcast_to(mask.data, shape)
 
 
 def _never() -> bool:

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from covering import thorough
 from patterns import assert_same_bits, pattern
 from rank_pool import FEWER_HOSTS, Hosts, needs_gloo
 
@@ -35,7 +36,7 @@ def members_of(hosts, kind):
     return [sorted(rank for ranks in by_host for rank in ranks)]
 
 
-KINDS = ["rails", "hosts", "some of each host", "all"]
+KINDS = [thorough("rails"), "hosts", "some of each host", thorough("all")]
 
 
 def group_of(ctx, groups):

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from covering import thorough
 from patterns import assert_same_bits, pattern
 from rank_pool import FEWER_HOSTS, HOSTS, Hosts, needs_gloo
 
@@ -77,7 +78,7 @@ def exchange_with_all(ctx, fresh):
 
 
 @pytest.mark.ranks(*FEWER_HOSTS)
-@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("fresh", [True, thorough(False)])
 def test_messages_may_be_enqueued_in_any_order(ranks, fresh):
     ranks.run(exchange_with_all, fresh)
 

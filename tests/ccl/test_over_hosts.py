@@ -134,7 +134,7 @@ def repeat(ctx, hosts):
         ctx.ccl.barrier()
 
 
-LATE_ON = (Hosts(2, 2, dealt=True), Hosts(2, 3)) + (() if SAMPLED else (Hosts(2, 2), Hosts(4, 1)))
+LATE_ON = (Hosts(2, 2, dealt=True),) + (() if SAMPLED else (Hosts(2, 3), Hosts(2, 2), Hosts(4, 1)))
 
 
 @pytest.mark.ranks(*LATE_ON)
@@ -327,7 +327,7 @@ def refuse_as_root(ctx):
 
 
 @needs_gloo
-@pytest.mark.ranks(Hosts(2, 2), Hosts(2, 2, dealt=True))
+@pytest.mark.ranks(Hosts(2, 2), *([Hosts(2, 2, dealt=True)] if EVERYTHING else []))
 def test_nobody_waits_for_a_root_that_refuses(ranks):
     ranks.run(refuse_as_root)
     for asked, config in (("iris", None), ("vendor", None), ("vendor", Config(over_hosts="iris"))):

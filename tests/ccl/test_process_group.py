@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from covering import EVERYTHING
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -130,7 +131,7 @@ def of_all_and_of_some(ctx):
             dist.destroy_process_group(group)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(*((2, 3) if EVERYTHING else (3,)))
 def test_collectives(ranks):
     ranks.run(of_all_and_of_some)
 

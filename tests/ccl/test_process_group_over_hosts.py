@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import UNDER_TORCHRUN, import_path
-from covering import SAMPLED
+from covering import SAMPLED, thorough
 from preloaded import LIMIT_S, python
 from rank_pool import FEWER_HOSTS, Hosts, needs_gloo
 from torch.distributed.device_mesh import DeviceMesh
@@ -99,7 +99,7 @@ def train_in_parallel(ctx, hosts, how):
 
 
 @pytest.mark.ranks(*FEWER_HOSTS)
-@pytest.mark.parametrize("how", ["data parallel", "fully sharded within hosts"])
+@pytest.mark.parametrize("how", [thorough("data parallel"), "fully sharded within hosts"])
 def test_training(ranks, how):
     ranks.run(train_in_parallel, ranks.hosts, how)
 

@@ -117,7 +117,7 @@ def test_every_way_of_moving(ranks, collective):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("collective", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("collective", [thorough("all_gather"), "all_to_all"])
 def test_programs_that_send_and_others_that_copy(ranks, collective):
     """As it is between two ranks, with an even and an odd number of programs, and not at all in place."""
     cases = [

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from covering import EVERYTHING
+from covering import EVERYTHING, thorough
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
@@ -230,7 +230,7 @@ MULTIPLIED = {
 }
 
 
-@pytest.mark.parametrize("kernel", by_turns([*MULTIPLIED.values()]))
+@pytest.mark.parametrize("kernel", by_turns([*MULTIPLIED.values()])[: None if EVERYTHING else 1])
 def test_inputs_are_multiplied_and_added_apart(kernel):
     """As fused, the product would not be rounded, and every variant might do it for another term of a sum."""
     arguments = arguments_of(kernel, OP="premul_sum", factors=FLOAT32)
@@ -266,7 +266,7 @@ ROOMY = {
 
 
 # The assembler takes seconds for each: in `make test` one by each Triton.
-@pytest.mark.parametrize("kernel", by_turns([*ROOMY.values()] if EVERYTHING else [two_shot, pull]))
+@pytest.mark.parametrize("kernel", by_turns([*ROOMY.values()] if EVERYTHING else [two_shot, broadcast]))
 def test_programs_leave_room_for_others(kernel):
     """Also where they have the parts of eight ranks in registers."""
     assert 8 * registers_of_a_warp(kernel, arguments_of(kernel, W=8), 8, **leaving_room(8 * 32)) <= MOST_REGISTERS
@@ -291,7 +291,7 @@ PUSHES = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, thorough(4)])
 @pytest.mark.parametrize("kernel", by_turns([*PUSHES.values()]))
 def test_pushes_leave_room_for_those_of_another_stream(kernel, size):
     """Of the two programs of each multiprocessor, half of the registers where they are largest."""
@@ -300,7 +300,7 @@ def test_pushes_leave_room_for_those_of_another_stream(kernel, size):
     assert 2 * warps * registers_of_a_warp(kernel, pushing(kernel, size, part, False), warps) <= ALL_REGISTERS // 2
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, thorough(4)])
 @pytest.mark.parametrize("kernel", by_turns([*PUSHES.values()]))
 def test_small_pushes_leave_room_for_the_next_one_too(kernel, size):
     assert 2 * registers_of_a_warp(kernel, pushing(kernel, size, WARP_BYTES, True), 1) <= ALL_REGISTERS // 3

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from covering import EVERYTHING
+from covering import EVERYTHING, thorough
 
 from codegen.offline import compile_for
 from codegen.test_every_kernel import arguments_of
@@ -71,7 +71,7 @@ def as_chosen(kernel, dtype):
     return arguments_of(kernel, **given), TritonKernels.options(config)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.fn.__name__)
+@pytest.mark.parametrize("kernel", [KERNELS[0], *map(thorough, KERNELS[1:])], ids=lambda kernel: kernel.fn.__name__)
 @pytest.mark.parametrize(
     "target, dtype", [(target, dtype) for dtype in DTYPES for target in SHARED_MEMORY][: None if EVERYTHING else 1]
 )

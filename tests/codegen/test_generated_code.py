@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from conftest import TESTS, import_path
-from covering import EVERYTHING, covering, sample
+from covering import EVERYTHING, covering, sample, thorough
 from language import atomic_kernels, initialise_kernels
 from language.test_atomics import CASES, ORDERS
 from language.test_misuse import by_its_class, by_its_class_gluon
@@ -214,14 +214,13 @@ for kernel in (kernels.triton_scalar, kernels.gluon_scalar):
 """
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_90", thorough("gfx942")])
 def test_kernels_with_checked_pointers_compile(target):
     environment = {**os.environ, "IRIS_DEBUG": "1", "PYTHONPATH": import_path(TESTS)}
     masks = ["masked", *(["whole"] if EVERYTHING else [])]
     # The claim of the record is an atomic maximum; a store or a load has none.
     claim = r"atom\.global\S*\.max\.|global_atomic_smax"
-    # In the sample each form is for one of the targets.
-    forms = FORMS if EVERYTHING else FORMS[target == "sm_90" :: 2]
+    forms = FORMS if EVERYTHING else FORMS[1::2]
     command = [*python(), "-c", CHECKED, target, claim, " ".join(masks), *forms]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert printed == ["True"] * (len(forms) * len(masks) + 2)
@@ -260,7 +259,7 @@ for target, clock in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
 """
 
 
-@pytest.mark.parametrize("limit", ["", "2.5", *(["0"] if EVERYTHING else [])])
+@pytest.mark.parametrize("limit", [thorough(""), "2.5", *(["0"] if EVERYTHING else [])])
 def test_only_a_wait_with_a_limit_reads_the_clock(limit):
     environment = {**os.environ, "IRIS_WAIT_TIMEOUT_S": limit or "0", "PYTHONPATH": import_path(TESTS)}
     if not limit:

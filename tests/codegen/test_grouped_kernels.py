@@ -165,6 +165,7 @@ def test_in_gluon(case):
     assert ["griddepcontrol.wait" in line for line in memory] == [True] + [False] * (len(memory) - 1)
 
 
+@pytest.mark.thorough
 def test_b_by_rows_in_gluon():
     kernel, arguments, options = on_hopper(BF16, 1024, "none", None, False, by_rows=True)
     assert "m64n256k16.f32.bf16.bf16" in compile_for("sm_90", kernel, *arguments, **options).text

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from covering import thorough
 from hesitation import hesitant
 
 from experts.layers import WEIGHTS, Layer, both_forms, done_with, experts
@@ -48,7 +49,7 @@ def micro_batches(ctx, low_latency, weighting, max_tokens):
 @pytest.mark.ranks(1, 2, 3)
 @both_forms
 @pytest.mark.parametrize("weighting", WEIGHTS)
-@pytest.mark.parametrize("max_tokens", [2, 7])
+@pytest.mark.parametrize("max_tokens", [2, thorough(7)])
 def test_micro_batches(ranks, low_latency, weighting, max_tokens):
     ranks.run(micro_batches, low_latency, weighting, max_tokens)
 

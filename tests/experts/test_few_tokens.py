@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from covering import thorough
 from hesitation import hesitant
 
 from experts.layers import FEW, Layer, done_with, experts
@@ -49,7 +50,7 @@ def old_words(ctx, low_latency, before, released):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("low_latency", [FEW])
 # The number of a call is one of 32 bits, which becomes 0 once more.
-@pytest.mark.parametrize(("before", "released"), [(BEFORE - 1, 3), (BEFORE, 1), (-3, 4)])
+@pytest.mark.parametrize(("before", "released"), [thorough(BEFORE - 1, 3), (BEFORE, 1), (-3, 4)])
 def test_old_words(ranks, low_latency, before, released):
     ranks.run(old_words, low_latency, before, released)
 

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from covering import SAMPLED, thorough
+from covering import EVERYTHING, SAMPLED, thorough
 from ops import test_experts_mlp
 from rank_pool import FEWER_HOSTS, HOSTS, Hosts
 
@@ -52,7 +52,7 @@ def over_hosts(ctx, hosts, worker, *given):
         worker(ctx, *given)
 
 
-@pytest.mark.ranks(*HOSTS)
+@pytest.mark.ranks(*(HOSTS if EVERYTHING else HOSTS[::2]))
 @pytest.mark.parametrize("routing", [*ROUTINGS[::2], *map(thorough, ROUTINGS[1::2])])
 @pytest.mark.parametrize("weighting", WEIGHTS)
 @pytest.mark.parametrize("layout", ["expanded", "compact"])
@@ -121,6 +121,7 @@ def divided(ctx, hosts, low_latency, quantize):
     done_with(ctx, ep)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(*FEWER_HOSTS)
 @pytest.mark.parametrize("quantize", ["fp8_row", "fp8_block128"])
 @both_forms
@@ -128,8 +129,9 @@ def test_rows_that_are_divided_on_the_way(ranks, low_latency, quantize):
     ranks.run(divided, ranks.hosts, low_latency, quantize)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(*FEWER_HOSTS)
-@pytest.mark.parametrize("narrow", [False, thorough(True)])
+@pytest.mark.parametrize("narrow", [False, True])
 def test_a_whole_layer(ranks, narrow):
     if narrow:
         ranks.run(over_hosts, ranks.hosts, test_experts_mlp.narrow_results, "uneven", "blocks", "rounded on the way")

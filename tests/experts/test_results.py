@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from covering import EVERYTHING
+from covering import EVERYTHING, thorough
 
 from experts.layers import E_EACH, ROUTINGS, WEIGHTS, Layer, both_forms, done_with, experts
 from iris.experts import ExpertsConfig
@@ -112,7 +112,7 @@ def wide_rows(ctx, low_latency, hidden, max_tokens):
 
 @pytest.mark.ranks(2)
 @both_forms
-@pytest.mark.parametrize(("hidden", "max_tokens"), [(4099, 3), (1024, 1), (768, 2)])
+@pytest.mark.parametrize(("hidden", "max_tokens"), [thorough(4099, 3), (1024, 1), (768, 2)])
 def test_wide_rows(ranks, low_latency, hidden, max_tokens):
     ranks.run(wide_rows, low_latency, hidden, max_tokens)
 

@@ -131,7 +131,7 @@ def compare_gradients(ctx, norm):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("norm", [*NORMS[::3], *map(thorough, NORMS[1:3])])
+@pytest.mark.parametrize("norm", [NORMS[0], *map(thorough, NORMS[1:])])
 def test_gradients_are_those_without_the_operator(ranks, norm):
     ranks.run(compare_gradients, norm)
 

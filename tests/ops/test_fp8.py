@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from covering import EVERYTHING, sample
+from covering import EVERYTHING, SAMPLED, sample, thorough
 
 from iris.ops.copies import COPIED
 from iris.simulator import ACTIVE
@@ -23,17 +23,17 @@ def fp8_cases(name):
     configs, results = ["chosen", "fused", "chiplets"], [torch.bfloat16, torch.float32, torch.float16]
     dtypes = [*FP8, *FNUZ, torch.bfloat16] if EVERYTHING else [FP8[0], torch.bfloat16]
     cases = sample(FP8_SHAPES, dtypes, configs, *PLACES, results, SCALED)
-    # All that cuBLAS takes is among them.
+    # All that cuBLAS takes is among them, and in the sample half of it.
     return cases + [
         (shape, torch.float8_e4m3fn, config, layout_a, layout_b, layout_out, True, False, result, scaled)
-        for shape, layout_a, layout_b, layout_out, result, scaled in (
+        for shape, layout_a, layout_b, layout_out, result, scaled in [
             ((32, 48, 64), "rows", "columns", "rows", torch.bfloat16, "lines"),
             ((32, 48, 64), "sliced", "sliced", "sliced", torch.bfloat16, "columns"),
             ((17, 48, 64), "columns", "rows", "columns", torch.float32, "all"),
             ((17, 48, 64), "columns", "columns", "rows", torch.bfloat16, "lines"),
             ((32, 48, 64), "rows", "columns", "columns", torch.float16, "none"),
             ((1, 16, 32), "rows", "columns", "rows", torch.bfloat16, "lines"),
-        )
+        ][:: 2 if SAMPLED else 1]
         for config in ("chosen", *by_copies(name, scaled in ("lines", "columns")))
     ]
 
@@ -57,8 +57,13 @@ def fp8_hopper_cases():
     return [case for case in cases if case[1].itemsize == 1 or case[1] == case[8]]
 
 
+# What runs the kernels of another one, with the same dtypes.
+ALIKE = [("matmul_reduce_scatter", True), ("matmul_all_gather", False), ("matmul_all_reduce", False)]
+ALIKE += [("all_gather_matmul", True), ("matmul_all_gather", True)]
+
+
 @pytest.mark.ranks(*(RANKS if EVERYTHING else (2,)))
-@pytest.mark.parametrize(("name", "hopper"), PRODUCTS, ids=str)
+@pytest.mark.parametrize(("name", "hopper"), [thorough(*each) if each in ALIKE else each for each in PRODUCTS], ids=str)
 def test_product_of_fp8_and_with_scales(ranks, name, hopper):
     for case in fp8_hopper_cases() if hopper else fp8_cases(name):
         ranks.run(check, name, *case)

@@ -40,6 +40,7 @@ def check(ctx, gather_dim, shape, dtype, way, layout_a, layout, heap):
     ctx.barrier()
 
 
+@pytest.mark.thorough  # which those below multiply too
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize("gather_dim", ["m", "k"])
 def test_rows_and_columns_of_all_ranks(ranks, gather_dim):

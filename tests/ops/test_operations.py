@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from covering import EVERYTHING, SAMPLED, sample
+from covering import EVERYTHING, SAMPLED, sample, thorough
 
 from iris.ccl.config import ALL_REDUCE_VARIANTS
 from iris.ops import FusedConfig
@@ -88,6 +88,7 @@ def check_chunks(ctx, plan, *case):
 
 # Each rank has five tiles of rows, in chunks of two, two and one, of which the last has one row. To all peers but one
 # so many of these go together.
+@pytest.mark.thorough  # rounds of them are played under the sanitizer
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.parametrize("together", [1, 2])
 def test_rows_that_are_sent_in_chunks(ranks, together):
@@ -225,7 +226,7 @@ def with_biases(ctx, name):
             torch.testing.assert_close(out.double(), exact + bias.double(), rtol=1e-2, atol=near)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [*OPERATIONS[:2], *map(thorough, OPERATIONS[2:])])
 def test_a_bias_lies_as_it_likes(ranks, name):
     ranks.run(with_biases, name)
 
@@ -248,7 +249,7 @@ def in_two_modes(ctx, way):
     prepared.close()
 
 
-@pytest.mark.parametrize("way", ["fused", "Hopper", "copies"])
+@pytest.mark.parametrize("way", [thorough("fused"), "Hopper", "copies"])
 def test_evaluation_and_training(ranks, way):
     if way == "Hopper" and torch.version.hip is not None:
         pytest.skip("Hopper's kernel")

@@ -53,6 +53,7 @@ def in_turn(ctx):
     assert (count_made(), len(arenas())) == (made, before)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2, *([4] if EVERYTHING else []))
 def test_kinds_in_turn(ranks):
     ranks.run(in_turn)

@@ -268,6 +268,7 @@ def test_a_time_limit_ends_the_program(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["sleeps.py"]
 
 
+@pytest.mark.thorough  # the finding is one of `test_broken`
 def test_an_access_in_a_function_of_a_kernel_names_the_kernels_line_too(iris_check):
     (finding,) = iris_check(BROKEN / "stage_too_far.py")
     # The launch ends the others when a rank has failed, some before they come as far.

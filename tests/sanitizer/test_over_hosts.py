@@ -67,7 +67,7 @@ def read_before_a_call_is_over(ctx, collective, broken):
     return total
 
 
-COLLECTIVES = ["all_reduce", thorough("all_gather_into_tensor"), thorough("reduce_scatter_tensor"), "broadcast"]
+COLLECTIVES = [*map(thorough, ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"]), "broadcast"]
 
 
 @pytest.mark.ranks(Hosts(2, 2, dealt=True), *([Hosts(2, 2)] if EVERYTHING else []))

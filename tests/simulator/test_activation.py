@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from covering import thorough
 
 KERNEL = """
 import torch, triton, triton.language as tl
@@ -141,7 +142,7 @@ def test_a_value_that_means_nothing_is_an_error(run, environment, message):
     assert done.returncode != 0 and "InvalidSettingError" in done.stderr and message in done.stderr
 
 
-@pytest.mark.parametrize("kernel", ["triton_sum", "gluon_sum"])
+@pytest.mark.parametrize("kernel", ["triton_sum", thorough("gluon_sum")])
 def test_a_kernel_defined_too_early_is_named(run, program, kernel):
     source = f"""{KERNEL}
 import iris.simulator

@@ -14,6 +14,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from covering import thorough
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -54,7 +55,7 @@ def test_an_autotuned_kernel_runs_once_in_its_first_configuration(kernel, option
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("autotuned", [False, True])
+@pytest.mark.parametrize("autotuned", [thorough(False), True])
 def test_a_kernel_in_a_compiled_function(autotuned):
     torch.compiler.reset()
     kernel, options = (triton.autotune(CONFIGS, key=["n"])(add_one), {}) if autotuned else (add_one, {"B": 32})

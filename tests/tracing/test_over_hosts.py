@@ -210,6 +210,7 @@ def numbered(events, event):
     return event.name, alike.index(event)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(*FEWER_HOSTS)
 def test_what_arrives_was_sent_before(ranks, tmp_path):
     for _, _, timeline in ranks.run(trace_collectives, str(tmp_path)):

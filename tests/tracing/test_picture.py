@@ -46,7 +46,7 @@ def labels_of(shown, folder, monkeypatch):
     return [(text, place.y0, place.y1) for place, text in sorted(found, key=lambda each: -each[0].y0)]
 
 
-SIZES = [(1, 2, 3), thorough(2, 2, 2), (2, 8, 4), (3, 8, 30), thorough(8, 8, 1), thorough(16, 8, 2)]
+SIZES = [(1, 2, 3), thorough(2, 2, 2), thorough(2, 8, 4), (3, 8, 30), thorough(8, 8, 1), thorough(16, 8, 2)]
 
 
 @pytest.mark.parametrize(("hosts", "each", "programs"), SIZES)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import triton
+from covering import thorough
 
 import iris
 from iris.errors import InvalidCountError, NotTracingError, PeerFailedError
@@ -114,7 +115,7 @@ def looked(ctx, language):
     return ctx.tracing.timeline()
 
 
-@pytest.mark.parametrize("language", LOOKS)
+@pytest.mark.parametrize("language", ["triton", thorough("gluon")])
 def test_looks_at_a_flag_are_a_wait_until_one_sees_something_else(ranks, language):
     for timeline in ranks.run(looked, language):
         assert set(timeline.lost.values()) == {0}
