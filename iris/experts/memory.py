@@ -82,7 +82,7 @@ STEP, SUMS = 4, 4
 # Bytes of each row that a program sends at a time, copies (more, since nothing is computed), and adds up.
 BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 4096, 16384
 # Choices that a program compares with each other, and numbers of rows that it adds up at a time.
-PAIRS, TALLIES = 128, 2048
+PAIRS, TALLIES = 128, 8192
 # Of `iris.ops.combine_in_stages`: stages at most, and tokens of a rank that have a flag for each.
 STAGES, STAGED_TOKENS = 6, 32
 
@@ -137,7 +137,7 @@ def extents(
         WARPS=larger * NUM_WARPS,
         BLOCK=min(next_power_of_2(hidden), larger * BLOCK_BYTES // dtype.itemsize),
         ADDED=min(next_power_of_2(hidden), larger * ADDED_BYTES // dtype.itemsize),
-        AHEAD=larger,
+        AHEAD=2,
         COPIED=larger * COPIED,
         TALLIES=max(1, min(128, TALLIES // next_power_of_2(local))),
     )
