@@ -14,9 +14,9 @@ Program p of each kind serves the p-th share of a rank's tokens, in the steps of
 
 One that receives:
 
-4. step by step, waits for ``returned`` of program p of all others, and adds up the sums of each own token in float32,
-   in the order of ranks. The sum of this rank's own experts, which it makes itself, is not rounded before. Then it
-   adds what the caller gives besides, its bias, and rounds.
+4. step by step, adds up the rows of its first own token, waits for ``returned`` of program p of all others, and adds
+   up the sums of each own token in float32, in the order of ranks. The sum of this rank's own experts, which it makes
+   itself, is not rounded before. Then it adds what the caller gives besides, its bias, and rounds.
 
 Every rank raises ``returned`` at every other in each call, to its last value, also where no token went: it says besides
 that what came with this dispatch has been read, so that the next one in this slot may write. More:
@@ -126,7 +126,7 @@ def send_sums(ctx, slot, y, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.con
         WEIGHTS=WEIGHTS,
         EXTENTS=EXTENTS,
     )
-    under_way = first_pieces(y, chosen, EXTENTS)
+    under_way = first_pieces(y, chosen, EXTENTS.AHEAD, EXTENTS)
     for turn in range(steps * (EXTENTS.W - 1)):
         source, first, last = next_source, next_first, next_last
         next_source, next_first, next_last = turn_of(turn + 1, tokens, rank, program, EXTENTS=EXTENTS)
@@ -186,6 +186,8 @@ def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS:
     SUMS: tl.constexpr = EXTENTS.SUMS
     # The sums of so many ranks are under way while own rows are added up.
     PEERS: tl.constexpr = max(1, min(EXTENTS.W - 1, 2))
+    # Where there are more of them, a token has few rows here, and a thread no registers for these.
+    AHEAD: tl.constexpr = EXTENTS.AHEAD if EXTENTS.W <= 3 else 1
     rank, region = ctx.cur_rank, tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M
     if WEIGHTS == GIVEN:
         # Own ones are stored by the program that sends them.
@@ -193,11 +195,9 @@ def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS:
     flags = slot.returned + lanes() * EXTENTS.PROGRAMS + program
     first, last = chunk_of(tl.load(slot.tokens + rank), program, EXTENTS)
     chosen = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-    under_way = first_pieces(y, chosen, EXTENTS)
+    under_way = first_pieces(y, chosen, AHEAD, EXTENTS)
     for token in range(first, last):
-        next_chosen = places_of(
-            slot, places, region + token + 1, token + 1 < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
-        )
+        next_chosen = places_of(slot, places, region + token + 1, token + 1 < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
         sent = load_sent_choices(slot, region + token + tl.arange(0, 1), tl.full((1,), 1, tl.int1), EXTENTS)
         bits = tl.max(owner_bits(sent, EXTENTS), axis=0)
         for start in range(0, EXTENTS.H, ADDED):
@@ -205,14 +205,16 @@ def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS:
             inside = columns < EXTENTS.H
             at = tl.cast(token, tl.int64) * EXTENTS.H + columns
             to_add = load_bias(bias, at, inside)
-            own_sum, under_way = add_up(
-                y, under_way, chosen, next_chosen, start, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
-            )
-            # Behind own rows, which do not wait for other ranks.
-            if ((token - first) % SUMS == 0) & (start == 0):
+            waits = ((token - first) % SUMS == 0) & (start == 0)
+            # Under way while own rows are added up, if they are there.
+            early = tl.where(waits, 0, bits)
+            sums = load_sums(slot, early, rank, token, columns=columns, first=0, PEERS=PEERS, EXTENTS=EXTENTS)
+            own_sum, under_way = add_up(y, under_way, chosen, next_chosen, start, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+            if waits:
+                # Behind own rows, which do not wait for other ranks.
                 value = call * EXTENTS.STEPS + (token - first) // SUMS + 1
                 wait_for_sums(ctx, slot, flags, program=program, value=value, statistics=statistics, EXTENTS=EXTENTS)
-            sums = load_sums(slot, bits, rank, token, columns=columns, first=0, PEERS=PEERS, EXTENTS=EXTENTS)
+                sums = load_sums(slot, bits, rank, token, columns=columns, first=0, PEERS=PEERS, EXTENTS=EXTENTS)
             total = tl.zeros_like(own_sum)
             for group in range(0, EXTENTS.W - 1, PEERS):
                 for each in tl.static_range(PEERS):

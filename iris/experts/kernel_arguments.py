@@ -44,7 +44,7 @@ class Extents(NamedTuple):
     ADDED: int
     """Columns of a row that it adds up at a time, where warps have 32 threads."""
     AHEAD: int
-    """Rows that are under way while it adds up one."""
+    """Rows that are under way, or one, where there are more ranks than three."""
     COPIED: int
     """Bytes of a row that it copies at a time."""
     TALLIES: int

@@ -62,9 +62,9 @@ def number_of(rows, K: tl.constexpr):
 
 @triton.jit
 def nth_row(chosen, n, K: tl.constexpr):
-    """The ``n``-th of a token's rows on this rank, in the order of its choices, and its weight. ``chosen``: of `places_of`.
+    """The ``n``-th of a token's rows on this rank, in the order of its choices, and its weight.
 
-    -1 and 0 if it has not got so many here.
+    -1 and 0 if it has not got so many here. ``chosen``: of `places_of`.
     """
     rows, weights = chosen
     row, weight, before = -1, 0.0, 0
@@ -85,12 +85,11 @@ def load_piece(y, row, start, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def first_pieces(y, chosen, EXTENTS: tl.constexpr):
-    """The first columns of the first of a token's rows on this rank, and their weights: what is under way.
+def first_pieces(y, chosen, AHEAD: tl.constexpr, EXTENTS: tl.constexpr):
+    """The first columns of the first ``AHEAD`` of a token's rows on this rank, and their weights: what is under way.
 
     ``chosen``: of `places_of`.
     """
-    AHEAD: tl.constexpr = EXTENTS.AHEAD
     found, factors = (), ()
     for n in tl.static_range(AHEAD):
         row, weight = nth_row(chosen, n, EXTENTS.K)
@@ -106,14 +105,14 @@ def add_up(y, under_way, chosen, next_chosen, start, WEIGHTS: tl.constexpr, EXTE
     ``chosen``: of `places_of`, this token's and that of the next one. ``under_way``: of `first_pieces`. Behind the sum
     that of what is added up next is returned: of the next columns of the same rows, or of the next token's first ones.
 
-    Each round adds up as many pieces as are under way. The piece that is `AHEAD` behind is loaded when one was added, and
-    not before: so it gets the registers of that. If registers had to be moved at the end of a round, that would wait for
-    what was just loaded, and no more than one piece would be under way.
+    Each round adds up as many pieces as are under way. Behind each of them the one of the next round is loaded, and not
+    before: so it gets the registers of that. Else registers would be moved at the end of a round, which waits for what
+    was loaded last, and no more than one piece would be under way.
     """
     K: tl.constexpr = EXTENTS.K
-    AHEAD: tl.constexpr = EXTENTS.AHEAD
     ADDED: tl.constexpr = added_columns(EXTENTS)
     found, factors = under_way
+    AHEAD: tl.constexpr = len(found)
     ends = start + ADDED >= EXTENTS.H
     total = tl.zeros((ADDED,), dtype=tl.float32)
     # One at least, for the loads that are behind it.
