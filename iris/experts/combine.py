@@ -184,9 +184,9 @@ def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS:
     """Step 4."""
     ADDED: tl.constexpr = added_columns(EXTENTS)
     SUMS: tl.constexpr = EXTENTS.SUMS
-    # The sums of so many ranks are under way while own rows are added up.
+    # The sums of so many ranks are under way together.
     PEERS: tl.constexpr = max(1, min(EXTENTS.W - 1, 2))
-    # Where there are more of them, a token has few rows here, and a thread no registers for these.
+    # Of more ranks a token has few rows here, and a thread no registers for these beside the sums.
     AHEAD: tl.constexpr = EXTENTS.AHEAD if EXTENTS.W <= 3 else 1
     rank, region = ctx.cur_rank, tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M
     if WEIGHTS == GIVEN:
@@ -205,16 +205,12 @@ def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS:
             inside = columns < EXTENTS.H
             at = tl.cast(token, tl.int64) * EXTENTS.H + columns
             to_add = load_bias(bias, at, inside)
-            waits = ((token - first) % SUMS == 0) & (start == 0)
-            # Under way while own rows are added up, if they are there.
-            early = tl.where(waits, 0, bits)
-            sums = load_sums(slot, early, rank, token, columns=columns, first=0, PEERS=PEERS, EXTENTS=EXTENTS)
             own_sum, under_way = add_up(y, under_way, chosen, next_chosen, start, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-            if waits:
-                # Behind own rows, which do not wait for other ranks.
+            # Behind own rows, which wait for nobody.
+            if ((token - first) % SUMS == 0) & (start == 0):
                 value = call * EXTENTS.STEPS + (token - first) // SUMS + 1
                 wait_for_sums(ctx, slot, flags, program=program, value=value, statistics=statistics, EXTENTS=EXTENTS)
-                sums = load_sums(slot, bits, rank, token, columns=columns, first=0, PEERS=PEERS, EXTENTS=EXTENTS)
+            sums = load_sums(slot, bits, rank, token, columns=columns, first=0, PEERS=PEERS, EXTENTS=EXTENTS)
             total = tl.zeros_like(own_sum)
             for group in range(0, EXTENTS.W - 1, PEERS):
                 for each in tl.static_range(PEERS):
