@@ -146,7 +146,9 @@ def send_sums(ctx, slot, y, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.con
             target = slot.partials + (tl.cast(rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H
             for start in range(0, EXTENTS.H, ADDED):
                 columns = start + tl.arange(0, ADDED)
-                total, under_way = add_up(y, under_way, chosen, next_chosen, start, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+                total, under_way = add_up(
+                    y, under_way, chosen, next_chosen, start=start, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
+                )
                 mask = here & (columns < EXTENTS.H)
                 ctx.store(target + columns, total.to(slot.partials.dtype.element_ty), source, mask=mask)
             chosen = next_chosen
@@ -205,7 +207,9 @@ def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS:
             inside = columns < EXTENTS.H
             at = tl.cast(token, tl.int64) * EXTENTS.H + columns
             to_add = load_bias(bias, at, inside)
-            own_sum, under_way = add_up(y, under_way, chosen, next_chosen, start, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+            own_sum, under_way = add_up(
+                y, under_way, chosen, next_chosen, start=start, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
+            )
             # Behind own rows, which wait for nobody.
             if ((token - first) % SUMS == 0) & (start == 0):
                 value = call * EXTENTS.STEPS + (token - first) // SUMS + 1
