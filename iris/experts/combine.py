@@ -14,9 +14,9 @@ Program p of each kind serves the p-th share of a rank's tokens, in the steps of
 
 One that receives:
 
-4. step by step, waits for ``returned`` of program p of all others, and adds up the sums of each own token in float32,
-   in the order of ranks. The sum of this rank's own experts, which it makes itself, is not rounded before. Then it
-   adds what the caller gives besides, its bias, and rounds.
+4. step by step, adds up the rows of its first own token, waits for ``returned`` of program p of all others, and adds
+   up the sums of each own token in float32, in the order of ranks. The sum of this rank's own experts, which it makes
+   itself, is not rounded before. Then it adds what the caller gives besides, its bias, and rounds.
 
 Every rank raises ``returned`` at every other in each call, to its last value, also where no token went: it says besides
 that what came with this dispatch has been read, so that the next one in this slot may write. More:
@@ -39,7 +39,7 @@ from iris.experts.routing import (
     wait_others,
 )
 from iris.experts.statistics import begin_wait, end_combine_wait
-from iris.experts.token_rows import GIVEN, add_up, added_columns, first_pieces, is_here, places_of
+from iris.experts.token_rows import GIVEN, add_up, added_columns, first_pieces, number_of, places_of
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -118,7 +118,7 @@ def send_sums(ctx, slot, y, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.con
     first, last = chunk_of(tl.max(tl.where(ranks == rank, 0, tokens), axis=0), program, EXTENTS)
     steps = tl.maximum(steps_of(first, last, EXTENTS.SUMS), 1)
     next_source, next_first, next_last = turn_of(0, tokens, rank, program, EXTENTS=EXTENTS)
-    rows, weights = places_of(
+    chosen = places_of(
         slot,
         places,
         tl.cast(next_source, tl.int64) * EXTENTS.M + next_first,
@@ -126,7 +126,7 @@ def send_sums(ctx, slot, y, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.con
         WEIGHTS=WEIGHTS,
         EXTENTS=EXTENTS,
     )
-    found, factors = first_pieces(y, rows, weights, 0, EXTENTS=EXTENTS)
+    under_way = first_pieces(y, chosen, EXTENTS.AHEAD, EXTENTS)
     for turn in range(steps * (EXTENTS.W - 1)):
         source, first, last = next_source, next_first, next_last
         next_source, next_first, next_last = turn_of(turn + 1, tokens, rank, program, EXTENTS=EXTENTS)
@@ -134,7 +134,7 @@ def send_sums(ctx, slot, y, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.con
         for token in range(first, tl.maximum(last, first + 1)):
             more = token + 1 < last
             next_token = tl.where(more, token + 1, next_first)
-            next_rows, next_weights = places_of(
+            next_chosen = places_of(
                 slot,
                 places,
                 tl.cast(tl.where(more, source, next_source), tl.int64) * EXTENTS.M + next_token,
@@ -142,25 +142,16 @@ def send_sums(ctx, slot, y, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.con
                 WEIGHTS=WEIGHTS,
                 EXTENTS=EXTENTS,
             )
-            here = is_here(rows, EXTENTS.K)
+            here = number_of(chosen[0], EXTENTS.K) > 0
             target = slot.partials + (tl.cast(rank, tl.int64) * EXTENTS.M + token) * EXTENTS.H
             for start in range(0, EXTENTS.H, ADDED):
                 columns = start + tl.arange(0, ADDED)
-                total, found, factors = add_up(
-                    y,
-                    found,
-                    factors,
-                    rows=rows,
-                    weights=weights,
-                    next_rows=next_rows,
-                    next_weights=next_weights,
-                    start=start,
-                    WEIGHTS=WEIGHTS,
-                    EXTENTS=EXTENTS,
+                total, under_way = add_up(
+                    y, under_way, chosen, next_chosen, start=start, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
                 )
                 mask = here & (columns < EXTENTS.H)
                 ctx.store(target + columns, total.to(slot.partials.dtype.element_ty), source, mask=mask)
-            rows, weights = next_rows, next_weights
+            chosen = next_chosen
         if turn % (EXTENTS.W - 1) == EXTENTS.W - 2:
             step = turn // (EXTENTS.W - 1)
             reached = tl.where(step == steps - 1, EXTENTS.STEPS - 1, step + 1)
@@ -195,59 +186,49 @@ def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS:
     """Step 4."""
     ADDED: tl.constexpr = added_columns(EXTENTS)
     SUMS: tl.constexpr = EXTENTS.SUMS
-    # The sums of so many ranks are under way while own rows are added up.
+    # The sums of so many ranks are under way together.
     PEERS: tl.constexpr = max(1, min(EXTENTS.W - 1, 2))
+    # Of more ranks a token has few rows here, and a thread no registers for these beside the sums.
+    AHEAD: tl.constexpr = EXTENTS.AHEAD if EXTENTS.W <= 3 else 1
     rank, region = ctx.cur_rank, tl.cast(ctx.cur_rank, tl.int64) * EXTENTS.M
     if WEIGHTS == GIVEN:
         # Own ones are stored by the program that sends them.
         ctx.wait(slot.weighed + rank * EXTENTS.PROGRAMS + program, call, cmp="reached")
     flags = slot.returned + lanes() * EXTENTS.PROGRAMS + program
     first, last = chunk_of(tl.load(slot.tokens + rank), program, EXTENTS)
-    rows, weights = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
-    found, factors = first_pieces(y, rows, weights, 0, EXTENTS=EXTENTS)
-    for step in range(steps_of(first, last, SUMS)):
-        begin, number = first + step * SUMS, tl.arange(0, SUMS)
-        sent = load_sent_choices(slot, region + begin + number, begin + number < last, EXTENTS)
-        bits = owner_bits(sent, EXTENTS)
-        value = call * EXTENTS.STEPS + step + 1
-        wait_for_sums(ctx, slot, flags, program=program, value=value, statistics=statistics, EXTENTS=EXTENTS)
-        for token in range(begin, tl.minimum(begin + SUMS, last)):
-            next_rows, next_weights = places_of(
-                slot, places, region + token + 1, token + 1 < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
+    chosen = places_of(slot, places, region + first, first < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+    under_way = first_pieces(y, chosen, AHEAD, EXTENTS)
+    for token in range(first, last):
+        next_chosen = places_of(slot, places, region + token + 1, token + 1 < last, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS)
+        sent = load_sent_choices(slot, region + token + tl.arange(0, 1), tl.full((1,), 1, tl.int1), EXTENTS)
+        bits = tl.max(owner_bits(sent, EXTENTS), axis=0)
+        for start in range(0, EXTENTS.H, ADDED):
+            columns = start + tl.arange(0, ADDED)
+            inside = columns < EXTENTS.H
+            at = tl.cast(token, tl.int64) * EXTENTS.H + columns
+            to_add = load_bias(bias, at, inside)
+            own_sum, under_way = add_up(
+                y, under_way, chosen, next_chosen, start=start, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
             )
-            its_bits = tl.max(tl.where(number == token - begin, bits, 0), axis=0)
-            for start in range(0, EXTENTS.H, ADDED):
-                columns = start + tl.arange(0, ADDED)
-                inside = columns < EXTENTS.H
-                at = tl.cast(token, tl.int64) * EXTENTS.H + columns
-                sums = load_sums(slot, its_bits, rank, token, columns=columns, first=0, PEERS=PEERS, EXTENTS=EXTENTS)
-                to_add = load_bias(bias, at, inside)
-                own_sum, found, factors = add_up(
-                    y,
-                    found,
-                    factors,
-                    rows=rows,
-                    weights=weights,
-                    next_rows=next_rows,
-                    next_weights=next_weights,
-                    start=start,
-                    WEIGHTS=WEIGHTS,
-                    EXTENTS=EXTENTS,
+            # Behind own rows, which wait for nobody.
+            if ((token - first) % SUMS == 0) & (start == 0):
+                value = call * EXTENTS.STEPS + (token - first) // SUMS + 1
+                wait_for_sums(ctx, slot, flags, program=program, value=value, statistics=statistics, EXTENTS=EXTENTS)
+            sums = load_sums(slot, bits, rank, token, columns=columns, first=0, PEERS=PEERS, EXTENTS=EXTENTS)
+            total = tl.zeros_like(own_sum)
+            for group in range(0, EXTENTS.W - 1, PEERS):
+                for each in tl.static_range(PEERS):
+                    # Own ones between those of the ranks before and behind this one.
+                    other = group + each
+                    total += tl.where((other == rank) & (other < EXTENTS.W - 1), own_sum, 0)
+                    total += sums[each].to(tl.float32)
+                sums = load_sums(
+                    slot, bits, rank, token, columns=columns, first=group + PEERS, PEERS=PEERS, EXTENTS=EXTENTS
                 )
-                total = tl.zeros_like(own_sum)
-                for group in range(0, EXTENTS.W - 1, PEERS):
-                    for each in tl.static_range(PEERS):
-                        # Own ones between those of the ranks before and behind this one.
-                        other = group + each
-                        total += tl.where((other == rank) & (other < EXTENTS.W - 1), own_sum, 0)
-                        total += sums[each].to(tl.float32)
-                    sums = load_sums(
-                        slot, its_bits, rank, token, columns=columns, first=group + PEERS, PEERS=PEERS, EXTENTS=EXTENTS
-                    )
-                total += tl.where(rank == EXTENTS.W - 1, own_sum, 0)
-                total = add_bias(total, to_add)
-                tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
-            rows, weights = next_rows, next_weights
+            total += tl.where(rank == EXTENTS.W - 1, own_sum, 0)
+            total = add_bias(total, to_add)
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        chosen = next_chosen
     last_value = call * EXTENTS.STEPS + EXTENTS.STEPS - 1
     wait_for_sums(ctx, slot, flags, program=program, value=last_value, statistics=statistics, EXTENTS=EXTENTS)
 

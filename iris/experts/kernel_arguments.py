@@ -42,9 +42,9 @@ class Extents(NamedTuple):
     BLOCK: int
     """Columns that it sends at a time."""
     ADDED: int
-    """Columns of a row that it adds up at a time, where warps have 32 threads."""
+    """Columns of a row that it adds up at a time, a piece, where warps have 32 threads."""
     AHEAD: int
-    """Rows that are under way while it adds up one."""
+    """Pieces of rows that are under way."""
     COPIED: int
     """Bytes of a row that it copies at a time."""
     TALLIES: int

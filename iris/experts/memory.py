@@ -78,11 +78,12 @@ ALIGNMENT = 1024
 # while the other waits; both together leave the room that `leaving_room` speaks of.
 NUM_WARPS = 4
 # Tokens of a step of dispatch, which moves their rows together, and of combine, which moves one token's at a time.
-STEP, SUMS = 4, 4
-# Bytes of each row that a program sends at a time, copies (more, since nothing is computed), and adds up.
-BLOCK_BYTES, COPIED, ADDED_BYTES = 2048, 4096, 16384
+STEP, SUMS = 4, 2
+# Bytes of each row that a program sends at a time, copies (more, since nothing is computed), and adds up; and how many
+# such pieces of rows are under way.
+BLOCK_BYTES, COPIED, ADDED_BYTES, AHEAD = 2048, 4096, 16384, 2
 # Choices that a program compares with each other, and numbers of rows that it adds up at a time.
-PAIRS, TALLIES = 128, 2048
+PAIRS, TALLIES = 128, 8192
 # Of `iris.ops.combine_in_stages`: stages at most, and tokens of a rank that have a flag for each.
 STAGES, STAGED_TOKENS = 6, 32
 
@@ -137,7 +138,7 @@ def extents(
         WARPS=larger * NUM_WARPS,
         BLOCK=min(next_power_of_2(hidden), larger * BLOCK_BYTES // dtype.itemsize),
         ADDED=min(next_power_of_2(hidden), larger * ADDED_BYTES // dtype.itemsize),
-        AHEAD=larger,
+        AHEAD=AHEAD,
         COPIED=larger * COPIED,
         TALLIES=max(1, min(128, TALLIES // next_power_of_2(local))),
     )

@@ -90,18 +90,15 @@ def add_tallies(slot, tokens, until, EXTENTS: tl.constexpr):
     for source in range(EXTENTS.W):
         # Programs without tokens have sent none.
         senders = tl.minimum(of_rank(tokens, source, EXTENTS), EXTENTS.PROGRAMS)
-        early = tl.zeros((TALLIES, LOCALS), dtype=tl.int32)
-        every = tl.zeros((TALLIES, LOCALS), dtype=tl.int32)
-        # The next ones are under way while these are added.
-        later = load_tallies(slot, source, 0, senders, EXTENTS=EXTENTS)
+        early = tl.zeros((LOCALS,), dtype=tl.int32)
+        every = tl.zeros((LOCALS,), dtype=tl.int32)
         for begin in range(0, senders, TALLIES):
-            tally = later
-            later = load_tallies(slot, source, begin + TALLIES, senders, EXTENTS=EXTENTS)
-            early += tl.where((begin + line < until)[:, None], tally, 0)
-            every += tally
+            tally = load_tallies(slot, source, begin, senders, EXTENTS=EXTENTS)
+            early += tl.sum(tl.where((begin + line < until)[:, None], tally, 0), axis=0)
+            every += tl.sum(tally, axis=0)
         is_source = (rank == source)[:, None]
-        before = tl.where(is_source, tl.sum(early, axis=0)[None, :], before)
-        whole = tl.where(is_source, tl.sum(every, axis=0)[None, :], whole)
+        before = tl.where(is_source, early[None, :], before)
+        whole = tl.where(is_source, every[None, :], whole)
     return before, whole
 
 

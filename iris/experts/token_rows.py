@@ -52,30 +52,21 @@ def places_of(slot, places, token, there, WEIGHTS: tl.constexpr, EXTENTS: tl.con
 
 
 @triton.jit
-def is_here(rows, K: tl.constexpr):
-    """Whether a token has any rows on this rank."""
-    here = rows[0] >= 0
-    for choice in tl.static_range(1, K):
-        here = here | (rows[choice] >= 0)
-    return here
-
-
-@triton.jit
-def pieces_of(rows, EXTENTS: tl.constexpr):
-    """How many of a token's rows are on this rank, and as many as are under way at once at least."""
-    K: tl.constexpr = EXTENTS.K
+def number_of(rows, K: tl.constexpr):
+    """How many of a token's rows are on this rank."""
     number = 0
     for choice in tl.static_range(K):
         number += (rows[choice] >= 0).to(tl.int32)
-    return tl.maximum(number, EXTENTS.AHEAD)
+    return number
 
 
 @triton.jit
-def nth_row(rows, weights, n, K: tl.constexpr):
+def nth_row(chosen, n, K: tl.constexpr):
     """The ``n``-th of a token's rows on this rank, in the order of its choices, and its weight.
 
-    -1 and 0 if it has not got so many here.
+    -1 and 0 if it has not got so many here. ``chosen``: of `places_of`.
     """
+    rows, weights = chosen
     row, weight, before = -1, 0.0, 0
     for choice in tl.static_range(K):
         is_it = (rows[choice] >= 0) & (before == n)
@@ -94,59 +85,54 @@ def load_piece(y, row, start, EXTENTS: tl.constexpr):
 
 
 @triton.jit
-def first_pieces(y, rows, weights, start, EXTENTS: tl.constexpr):
-    """The first of a token's rows on this rank, from column ``start`` on, and their weights: what is under way."""
-    AHEAD: tl.constexpr = EXTENTS.AHEAD
+def first_pieces(y, chosen, AHEAD: tl.constexpr, EXTENTS: tl.constexpr):
+    """The first columns of the first ``AHEAD`` of a token's rows on this rank, and their weights: what is under way.
+
+    ``chosen``: of `places_of`.
+    """
     found, factors = (), ()
     for n in tl.static_range(AHEAD):
-        row, weight = nth_row(rows, weights, n, EXTENTS.K)
-        found += (load_piece(y, row, start, EXTENTS),)
+        row, weight = nth_row(chosen, n, EXTENTS.K)
+        found += (load_piece(y, row, 0, EXTENTS),)
         factors += (weight,)
     return found, factors
 
 
 @triton.jit
-def behind(rows, weights, start, next_rows, next_weights, EXTENTS: tl.constexpr):
-    """What is added up behind the columns from ``start`` on: the next ones of the same rows, or the next token's."""
-    K: tl.constexpr = EXTENTS.K
-    ADDED: tl.constexpr = added_columns(EXTENTS)
-    ends = start + ADDED >= EXTENTS.H
-    rows_behind, weights_behind = (), ()
-    for choice in tl.static_range(K):
-        rows_behind += (tl.where(ends, next_rows[choice], rows[choice]),)
-        weights_behind += (tl.where(ends, next_weights[choice], weights[choice]),)
-    return rows_behind, weights_behind, tl.where(ends, 0, start + ADDED)
-
-
-@triton.jit
-def add_up(
-    y, found, factors, rows, weights, next_rows, next_weights, start, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr
-):
+def add_up(y, under_way, chosen, next_chosen, start, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """The sum of a token's rows in the columns from ``start`` on, float32, in the order of its choices.
 
-    ``found``, ``factors``: of `first_pieces`. Behind the sum those of what is added up next are returned.
+    ``chosen``: of `places_of`, this token's and that of the next one. ``under_way``: of `first_pieces`. Behind the sum
+    that of what is added up next is returned: of the next columns of the same rows, or of the next token's first ones.
+
+    Each round adds up as many pieces as are under way. Behind each of them the one of the next round is loaded, and not
+    before: so it gets the registers of that. Else registers would be moved at the end of a round, which waits for what
+    was loaded last, and no more than one piece would be under way.
     """
     K: tl.constexpr = EXTENTS.K
-    AHEAD: tl.constexpr = EXTENTS.AHEAD
-    rows_behind, weights_behind, start_behind = behind(
-        rows, weights, start=start, next_rows=next_rows, next_weights=next_weights, EXTENTS=EXTENTS
-    )
-    total = tl.zeros((added_columns(EXTENTS),), dtype=tl.float32)
-    pieces = pieces_of(rows, EXTENTS)
-    for n in range(pieces):
-        # While one piece is added up, the next ones are under way: of this sum, and then of the next.
-        row, weight = nth_row(rows, weights, n + AHEAD, K)
-        for other in tl.static_range(AHEAD):
-            row_behind, weight_behind = nth_row(rows_behind, weights_behind, other, K)
-            is_it = n + AHEAD == pieces + other
-            row, weight = tl.where(is_it, row_behind, row), tl.where(is_it, weight_behind, weight)
-        later = load_piece(y, row, tl.where(n + AHEAD >= pieces, start_behind, start), EXTENTS)
-        piece = found[0].to(tl.float32)
-        if WEIGHTS != UNWEIGHTED:
-            piece *= factors[0]
-        total += piece
-        found, factors = found[1:] + (later,), factors[1:] + (weight,)
-    return total, found, factors
+    ADDED: tl.constexpr = added_columns(EXTENTS)
+    found, factors = under_way
+    AHEAD: tl.constexpr = len(found)
+    ends = start + ADDED >= EXTENTS.H
+    total = tl.zeros((ADDED,), dtype=tl.float32)
+    # One at least, for the loads that are behind it.
+    rounds = tl.maximum((number_of(chosen[0], K) + AHEAD - 1) // AHEAD, 1)
+    for round in range(rounds):
+        last = round + 1 == rounds
+        start_behind = tl.where(last, tl.where(ends, 0, start + ADDED), start)
+        for n in tl.static_range(AHEAD):
+            row, weight = nth_row(chosen, (round + 1) * AHEAD + n, K)
+            first, first_weight = nth_row(chosen, n, K)
+            next_first, next_weight = nth_row(next_chosen, n, K)
+            row = tl.where(last, tl.where(ends, next_first, first), row)
+            weight = tl.where(last, tl.where(ends, next_weight, first_weight), weight)
+            piece = found[0].to(tl.float32)
+            if WEIGHTS != UNWEIGHTED:
+                piece *= factors[0]
+            total += piece
+            found = found[1:] + (load_piece(y, row, start_behind, EXTENTS),)
+            factors = factors[1:] + (weight,)
+    return total, (found, factors)
 
 
 @triton.jit

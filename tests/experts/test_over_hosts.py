@@ -183,7 +183,7 @@ def refused(ctx):
         f"is expert {layer.num_experts}": lambda: dispatch(
             x.new_zeros(len(wrong), layer.hidden), wrong, many[1][: len(wrong)]
         ),
-        "takes num_tokens of shape": lambda: dispatch(num_tokens=torch.zeros(2, dtype=torch.int32)),
+        "takes num_tokens of shape": lambda: dispatch(num_tokens=torch.zeros(2, dtype=torch.int32, device=ctx.device)),
     }.items():
         # Expert numbers are looked at on GPUs with IRIS_DEBUG=1.
         with mock.patch("iris.experts.over_hosts.DEBUGGING", True), pytest.raises(InvalidExpertsError, match=words):

