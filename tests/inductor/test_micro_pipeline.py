@@ -14,8 +14,8 @@ from inductor.searched import compiled
 from iris.inductor import symm_mem
 
 K, N = 32, 64
-# The backward pass of a dimension that is not the first has slices, put together again, where the forward one has splits.
-# Inductor's pass (torch/_inductor/fx_passes/micro_pipeline_tp.py) knows these from torch 2.13 on; 2.9 to 2.12 leave them.
+# Along a dimension that is not the first, the backward pass has slices, put together again, where the forward one has
+# splits. Inductor's pass (torch/_inductor/fx_passes/micro_pipeline_tp.py) knows these from torch 2.13 on.
 FINDS_CATS_OF_SLICES = torch.__version__ >= (2, 13)
 # Once in a process.
 put_in_place = functools.cache(symm_mem.put_in_place)
