@@ -13,12 +13,11 @@ import torch
 from iris.ops.call import Call, span
 from iris.ops.config import FusedConfig
 from iris.ops.workspaces import Workspaces
+from iris.runtime import template as templates
 from iris.runtime.launch import remember
 
 Again = Callable[[Call, int | None], None]
 """Enqueues a call on the current stream, whose handle is given: None in the simulator."""
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Known(NamedTuple):
@@ -50,8 +49,7 @@ class KnownCalls:
         """What enqueues the call, if one of its ``kind`` has been enqueued on this stream."""
         if self._revision != self._workspaces.revision:
             # Other memory, for which launches are made anew.
-            self._known.clear()
-            self._revision = self._workspaces.revision
+            self.forget()
         known = self._known.get(kind) if kind is not None else None
         again = known.by_stream.get(stream) if known is not None else None
         return again if again is not None and known is not None and known.apart(call) else None
@@ -59,29 +57,24 @@ class KnownCalls:
     def remember(self, call: Call, kind: tuple, stream: int | None, again: Again) -> None:
         """For later calls of the ``kind`` on this stream; ``again`` uses the memory that these have now."""
         if self._revision != self._workspaces.revision:
-            self._known.clear()
-            self._revision = self._workspaces.revision
+            self.forget()
         if kind not in self._known:
             spans = [span(tensor) for tensor in _tensors(call)]
             remember(self._known, kind, Known(tuple([end - begin for begin, end in spans]), {}))
         self._known[kind].by_stream[stream] = again
 
+    def forget(self) -> None:
+        self._known.clear()
+        self._revision = self._workspaces.revision
+
 
 def kind_of(call: Call, config: object) -> tuple | None:
     """What calls have in common that are checked, chosen and launched alike. None: this one is to be looked at."""
-    # A program may change the precision of products of float32 between calls. Of scales copies may have to be made.
-    if call.a.dtype is torch.float32 or call.scaled or not (config is None or config.__class__ is FusedConfig):
+    kinds = templates.kind_of((call.out, call.a, call.b, call.gathered, call.bias))
+    # Of scales copies may have to be made. A program may change the precision of products of float32 between calls.
+    if kinds is None or None in kinds[:3] or call.scaled or call.a.dtype is torch.float32:
         return None
-    kinds: list = [call.name, config, call.bias is None, call.gathered is None]
-    try:
-        for tensor in _tensors(call):
-            address = tensor.data_ptr()
-            if tensor.__class__ not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg() or not address:
-                return None
-            kinds.append((tensor.dtype, tensor.shape, tensor.stride(), tensor.device, address & 15))
-    except (AttributeError, RuntimeError, ValueError):  # of what is no tensor, or has no memory
-        return None
-    return tuple(kinds)
+    return (call.name, config, kinds) if config is None or config.__class__ is FusedConfig else None
 
 
 def _tensors(call: Call) -> tuple[torch.Tensor, ...]:
