@@ -28,7 +28,7 @@ CALL = "the call"
 # copies and, where ranks meet or parts are added up, small kernels of its own.
 KINDS = {
     "NCCL": r"^nccl",
-    "Iris: products fused with a collective": r"^((hopper|cdna3)_)?(all_gather_matmul|matmul_|add_parts|handshake|start)",
+    "Iris: fused products": r"^((hopper|cdna3)_)?(all_gather_matmul|matmul_|add_parts|handshake|start)",
     "Iris: sums with residual and norm": r"^(one_shot_|two_shot_)?rms_norm$",
     "Iris: dispatch and combine of experts": r"^(dispatch|combine|zero_padding|finish)",
     "Iris: collectives": r"^(exchange|gather|scatter|broadcast|one_shot|two_shot|one_hop|ring|sum_over_hosts|_barrier)",

@@ -112,7 +112,7 @@ def test_where_the_time_of_a_call_goes(tmp_path, capsys):
     file.write_text(json.dumps({"traceEvents": [{"ph": "X", **each} for each in events]}))
     assert Call.load(file).rows() == {
         "NCCL": "3.00 in 1",
-        "Iris: products fused with a collective": "1.50 in 1",
+        "Iris: fused products": "1.50 in 1",
         "products": "1.00 in 1",
         OTHERS: "2.00 in 1",
         "communication beside other kernels": "2.00",
