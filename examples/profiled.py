@@ -1,19 +1,20 @@
 """Where the time of a call goes, whoever communicates in it: kernels by kind, and how much of the time they fill.
 
-    python examples/profiled.py step_nccl.json step_iris.json
+    python examples/profiled.py step_nccl.json step_iris.json --image steps.svg --microseconds 300
 
 Each file is what torch's profiler has of one call of rank 0, as examples write it with ``--profile FILE``; so the table
-has a column for each. Times are ms. What runs on the host is the profiler's too, which slows it down.
+has a column for each. Times are ms. What runs on the host is the profiler's too, which slows it down. The picture has
+the kernels of each from the middle of the call on, on one axis of time.
 """
 
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -138,5 +139,52 @@ def show(files: list[Path]) -> None:
     Console(width=60 + 30 * len(files)).print(table if lines else "No kernel ran on a GPU.")
 
 
+COLOURS = ("#d62728", "#2ca02c", "#17becf", "#98df8a", "#bcbd22", "#ff7f0e", "#9467bd", "#1f77b4", "#e377c2", "#8c564b")
+OTHERS_COLOUR = "#c7c7c7"
+
+
+def draw(files: list[Path], image: Path, microseconds: float) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    colours = dict(zip((*KINDS, OTHERS), (*COLOURS, OTHERS_COLOUR), strict=True))
+    figure, axes = pyplot.subplots(figsize=(11, 0.7 * len(files) + 1.4))
+    shown = set()
+    for line, file in enumerate(files):
+        kernels = Call.load(file).kernels
+        middle = sorted(kernel.began for kernel in kernels)[len(kernels) // 2]
+        for kernel in kernels:
+            begin, end = max(kernel.began - middle, 0), min(kernel.ended - middle, microseconds)
+            if begin < end:
+                axes.barh(
+                    -line, end - begin, left=begin, height=0.7, color=colours[kernel.kind], edgecolor="white", lw=0.2
+                )
+                shown.add(kernel.kind)
+    axes.set_yticks([-line for line in range(len(files))], [file.stem for file in files])
+    axes.set_xlim(0, microseconds)
+    axes.set_xlabel("µs")
+    patches = [
+        Patch(color=colour, label=kind.partition(":")[0] if kind == OTHERS else kind)
+        for kind, colour in colours.items()
+        if kind in shown
+    ]
+    axes.legend(handles=patches, fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+    figure.savefig(image, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+@click.command(help=__doc__)
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--image", type=click.Path(dir_okay=False, path_type=Path), help="Draw the kernels; needs matplotlib.")
+@click.option("--microseconds", type=click.FloatRange(min=1), default=300.0, show_default=True, help="That are drawn.")
+def main(files: tuple[Path, ...], image: Path | None, microseconds: float) -> None:
+    show([*files])
+    if image:
+        draw([*files], image, microseconds)
+
+
 if __name__ == "__main__":
-    show([Path(file) for file in sys.argv[1:]])
+    main()

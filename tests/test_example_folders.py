@@ -15,7 +15,7 @@ from covering import EVERYTHING, SAMPLED, thorough
 from example_folders import EXAMPLES, OF_TRANSFORMERS, imported, skip_without_packages
 from hesitation import hesitant
 from preloaded import LIMIT_S, python
-from profiled import CALL, OTHERS, Call, show
+from profiled import CALL, OTHERS, Call, draw, show
 from workload import SIMULATED, Workload, check, size_of_sums
 
 # m, n and k, which are no whole number of tiles.
@@ -123,6 +123,8 @@ def test_where_the_time_of_a_call_goes(tmp_path, capsys):
     }
     show([file, file])
     assert capsys.readouterr().out.count("3.00 in 1") == 2
+    draw([file, file], tmp_path / "steps.svg", 3000)
+    assert "Iris: fused products" in (tmp_path / "steps.svg").read_text()
 
 
 TRAINING = "19_fsdp_tensor_parallel_training"
