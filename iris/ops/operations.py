@@ -281,6 +281,7 @@ class Operations(Products):
         replayed. Workspaces that a preamble returned are the caller's, and closed by their own ``close()``.
         """
         self._workspaces.close()
+        self._known.forget()
         self._all_reduce_rms_norm.close()
 
 

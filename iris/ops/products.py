@@ -81,8 +81,9 @@ class Products:
         kind: tuple | None,
         stream: int | None,
     ) -> None:
-        """A call of a kind that has to be checked and chosen for; ``kind``: of calls that need not be from here on."""
-        given, (algorithm, config) = call, self._check(call, config)
+        """A call that is to be checked and chosen for. ``kind``: of later ones that need not be, if any are."""
+        given = call
+        algorithm, config = self._check(call, config)
         if DEBUGGING and not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             self._compare(call, algorithm, config)
         call = algorithm.operands(call)
