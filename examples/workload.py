@@ -35,20 +35,24 @@ class Workload:
     benchmark: bool = False
     trace: Path | None = None
     rounds: int = 3
+    profile: Path | None = None
 
 
 Main = Callable[..., None]
+PROFILE = click.option(
+    "--profile", type=click.Path(path_type=Path), metavar="FILE",
+    help="Record what host and GPU do in one call, with Iris or not, and print where the time goes.",
+)  # fmt: skip
 
 
 def command(
     main: Main, on_gpus: tuple[int, int, int], simulated: tuple[int, int, int], room: Callable,
-    options: Sequence[Callable] = (), traces_kernels: bool | Callable[..., bool] = True,
+    options: Sequence[Callable] = (), profiles: bool = False,
 ) -> None:  # fmt: skip
     """The command line of an example: starts the ranks, and calls ``main(ctx, workload)`` on each.
 
     ``on_gpus``, ``simulated``: m, n and k, if the user does not say. ``room(workload, num_ranks)``: bytes of heap.
-    ``options``: further `click.option`s, which ``main`` takes by name. ``traces_kernels``: whether its trace has what
-    Iris' kernels record; or a function that says so of these options.
+    ``options``: further `click.option`s, which ``main`` takes by name. ``profiles``: whether there is ``--profile``.
     """
     m, n, k = simulated if SIMULATED else on_gpus
 
@@ -64,19 +68,19 @@ def command(
     @click.option("--benchmark", is_flag=True, help="Time it beside the vendor's libraries.")
     @click.option(
         "--trace", type=click.Path(path_type=Path), metavar="FILE",
-        help="Record one call: FILE is for https://ui.perfetto.dev, and a picture lies beside it.",
+        help="Record Iris' kernels in one call: FILE is for https://ui.perfetto.dev, and a picture lies beside it.",
     )  # fmt: skip
     def run(
         m: int, n: int, k: int, num_ranks: int, datatype: str, validate: bool, benchmark: bool, trace: Path | None,
-        **own,
+        profile: Path | None = None, **own,
     ) -> None:  # fmt: skip
-        if trace is not None and (traces_kernels(**own) if callable(traces_kernels) else traces_kernels):
+        if trace is not None:
             trace_everything()
-        validate = validate or not (benchmark or trace)
-        workload = Workload(m, n, k, DTYPES[datatype], validate, benchmark, trace)
+        validate = validate or not (benchmark or trace or profile)
+        workload = Workload(m, n, k, DTYPES[datatype], validate, benchmark, trace, profile=profile)
         launch(_worker, num_ranks, main, workload, room, own)
 
-    for option in options:
+    for option in (*options, *((PROFILE,) if profiles else ())):
         option(run)
     run()
 
@@ -114,20 +118,6 @@ def trace(ctx: iris.Iris, workload: Workload, call: Callable[[], object]) -> Non
     timeline = ctx.tracing.timeline()
     if ctx.get_rank() == 0:
         show(timeline, workload.trace, workload.trace.with_suffix(".svg"), Console(width=110))
-    ctx.barrier()
-
-
-def record(ctx: iris.Iris, file: Path, call: Callable[[], object]) -> None:
-    """Record what host and GPU of rank 0 do in a call, whoever communicates in it, for https://ui.perfetto.dev."""
-    ctx.device_barrier()
-    ctx.barrier()
-    with torch.profiler.profile() as profile:
-        call()
-        if not SIMULATED:
-            torch.cuda.synchronize()
-    if ctx.get_rank() == 0:
-        profile.export_chrome_trace(str(file))
-        print(f"What rank 0 did is in {file}")
     ctx.barrier()
 
 

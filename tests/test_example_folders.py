@@ -15,6 +15,7 @@ from covering import EVERYTHING, SAMPLED, thorough
 from example_folders import EXAMPLES, OF_TRANSFORMERS, imported, skip_without_packages
 from hesitation import hesitant
 from preloaded import LIMIT_S, python
+from profiled import CALL, OTHERS, Call, draw, show
 from workload import SIMULATED, Workload, check, size_of_sums
 
 # m, n and k, which are no whole number of tiles.
@@ -68,9 +69,9 @@ def test_a_decoder_is_compared_with_others(ranks, communication):
     ranks.run(run_decoder, communication)
 
 
-def run_mixture(ctx, communication, part, trace):
+def run_mixture(ctx, communication, part, profile):
     with imported("20_mixture_of_experts") as example:
-        workload = Workload(2, 4, 1, FP32, validate=trace is None, rounds=2, trace=trace)
+        workload = Workload(2, 4, 1, FP32, validate=profile is None, rounds=2, profile=profile)
         example.main(ctx, workload, communication=communication, part=part)
 
 
@@ -93,6 +94,37 @@ def test_a_training_step_of_a_mixture_is_recorded(ranks, communication, by, tmp_
     ranks.run(run_mixture, communication, "training", file)
     if int(os.environ.get("RANK", "0")) == 0:
         assert by in {each.get("name") for each in json.loads(file.read_text())["traceEvents"]}
+
+
+def test_where_the_time_of_a_call_goes(tmp_path, capsys):
+    """Kernels at once and one after the other, and one in front of the call."""
+    events = [
+        {"name": CALL, "cat": "user_annotation", "ts": 1000, "dur": 500},
+        {"name": CALL, "cat": "gpu_user_annotation", "ts": 2000, "dur": 9000},
+        {"name": "_barrier_kernel", "cat": "kernel", "ts": 900, "dur": 50},
+        {"name": "ncclDevKernel_AllGather", "cat": "kernel", "ts": 2000, "dur": 3000},
+        {"name": "nvjet_tst_128x256", "cat": "kernel", "ts": 3000, "dur": 1000},
+        {"name": "all_gather_matmul", "cat": "kernel", "ts": 3500, "dur": 1500},
+        {"name": "triton_poi_fused_add_0", "cat": "kernel", "ts": 7000, "dur": 2000},
+        {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "ts": 1100, "dur": 5},
+    ]
+    file = tmp_path / "step.json"
+    file.write_text(json.dumps({"traceEvents": [{"ph": "X", **each} for each in events]}))
+    assert Call.load(file).rows() == {
+        "NCCL": "3.00 in 1",
+        "Iris: fused products": "1.50 in 1",
+        "products": "1.00 in 1",
+        OTHERS: "2.00 in 1",
+        "communication beside other kernels": "2.00",
+        "communication alone": "1.00",
+        "nothing on the GPU": "3.00",
+        "from the first call to the last kernel's end": "8.00",
+        "the host enqueued for": "0.50",
+    }
+    show([file, file])
+    assert capsys.readouterr().out.count("3.00 in 1") == 2
+    draw([file, file], tmp_path / "steps.svg", 3000)
+    assert "Iris: fused products" in (tmp_path / "steps.svg").read_text()
 
 
 TRAINING = "19_fsdp_tensor_parallel_training"

@@ -8,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from profiled import record  # noqa: E402
 from workload import SIMULATED, Workload, command, report, share, trace, validated  # noqa: E402
 from wrapper import Server  # noqa: E402
 
@@ -31,6 +32,8 @@ def main(
 ) -> None:
     most, length, count, dtype = workload.m, workload.n, workload.k, workload.dtype
     share(length, ctx, "-n")
+    if workload.trace and communication != "fused":
+        raise SystemExit("A trace has what Iris' kernels do: record it --with fused, or a --profile with any.")
     dimensions = MODELS[model]._replace(**({"layers": layers} if layers else {}))
     if problem := dimensions.problem(ctx.num_ranks):
         raise SystemExit(f"{model}: {problem}.")
@@ -77,6 +80,9 @@ def main(
 
         server.start(prompts(0, most))
         trace(ctx, workload, one_step)
+    if workload.profile:
+        server.start(prompts(0, most))
+        record(ctx, workload.profile, lambda: (server.rewind(length), server.step(most)))
     if workload.benchmark:
         measure(ctx, server, prompts(0, most), f"{model}, {dimensions.layers} layers, {communication}")
 
@@ -114,4 +120,4 @@ OPTIONS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    command(main, on_gpus=(8, 512, 32), simulated=(3, 6, 3), room=room, options=OPTIONS)
+    command(main, on_gpus=(8, 512, 32), simulated=(3, 6, 3), room=room, options=OPTIONS, profiles=True)

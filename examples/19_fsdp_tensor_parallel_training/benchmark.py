@@ -10,8 +10,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from profiled import record  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
-from workload import SIMULATED, Workload, command, record, report  # noqa: E402
+from workload import SIMULATED, Workload, command, report  # noqa: E402
 from wrapper import Trainer, make_mesh  # noqa: E402
 
 import iris  # noqa: E402
@@ -57,6 +58,8 @@ def main(
     tensor = tensor or ctx.num_ranks
     model = SIZES._replace(**sizes)
     sharding = ctx.num_ranks // tensor
+    if workload.trace:
+        raise SystemExit("Each group of the mesh has its own context, and a trace is of one: record a --profile.")
     if problem := problem_of(workload, model, sharding, tensor, ctx.num_ranks):
         raise SystemExit(problem)
     config = LlamaConfig(
@@ -119,18 +122,16 @@ def main(
         ctx.barrier()
         if ctx.get_rank() == 0:
             print(f"{title}: the losses of {steps} steps of {sequences} x {length} tokens are right")
-    if workload.trace:
-        trained = trainer(communication)
-        # What is compiled, and set aside, is not of the step that is recorded.
-        for step in range(3):
-            trained.step(batch(step))
-        record(ctx, workload.trace, lambda: trained.step(batch(3)))
+    measured = ("nccl", "iris") if workload.benchmark else (communication,) if workload.profile else ()
+    tokens, trainers = batch(0), {way: trainer(way) for way in measured}
+    calls = {f"a step, {way}": lambda each=each: each.step(tokens) for way, each in trainers.items()}
+    # What is compiled, and set aside, is not of the steps that are measured.
+    for call in (*calls.values(),) * 3:
+        call()
+    for way, call in zip(measured, calls.values(), strict=True) if workload.profile else ():
+        file = workload.profile
+        record(ctx, file if len(measured) == 1 else file.with_stem(f"{file.stem}_{way}"), call)
     if workload.benchmark:
-        tokens = batch(0)
-        trainers = {way: trainer(way) for way in ("nccl", "iris")}
-        calls = {f"a step, {way}": lambda each=each: each.step(tokens) for way, each in trainers.items()}
-        for call in calls.values():
-            call()
         times = report(ctx, f"{title.rpartition(',')[0]}, {model.layers} layers", calls, eager=True)
         results["milliseconds"] = {name: time / 1000 for name, time in times.items()}
         results["tokens_a_second"] = {name: 1e6 * sequences * length / time for name, time in times.items()}
@@ -231,4 +232,4 @@ OPTIONS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    command(main, on_gpus=(8, 1024, 20), simulated=(4, 8, 3), room=room, options=OPTIONS, traces_kernels=False)
+    command(main, on_gpus=(8, 1024, 20), simulated=(4, 8, 3), room=room, options=OPTIONS, profiles=True)

@@ -1,7 +1,6 @@
 """A mixture of experts, served and trained: see README.md. -m: sequences, -n: a prompt's tokens, -k: those behind."""
 
 import copy
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from workload import SIMULATED, Workload, command, record, report, share, trace, validated  # noqa: E402
+from profiled import record  # noqa: E402
+from workload import SIMULATED, Workload, command, report, share, trace, validated  # noqa: E402
 from wrapper import CONFIGS, Server, Trainer, by_one_process, context_of_experts, to_serve, to_train, whole  # noqa: E402
 
 import iris  # noqa: E402
@@ -28,11 +28,13 @@ def main(
     part: str = "both",
 ) -> None:
     share(workload.m, ctx, "-m")
-    if workload.trace and part != "training" and (communication != "iris" or ctx.num_ranks == 1):
+    if workload.trace and (part == "training" or communication != "iris" or ctx.num_ranks == 1):
         raise SystemExit(
-            "A trace has what ranks do by Iris: record it --with iris, of two ranks or more. One of --part training "
-            "has what torch's profiler sees, with any."
+            "A trace has what Iris' kernels do in a step of decoding: record it --with iris, of two ranks or more. A "
+            "--profile is of either part, with any."
         )
+    if workload.profile and part == "both":
+        raise SystemExit("A --profile is of one step: say of which by --part serving or --part training.")
     config = copy.deepcopy(CONFIGS[model])
     config.num_hidden_layers = layers
     for name in ("num_attention_heads", "num_key_value_heads", "num_experts"):
@@ -41,10 +43,8 @@ def main(
     if part != "training":
         served = to_serve(whole(config, workload.dtype, ctx.device), ctx.num_ranks, communication)
         serve(ctx, workload, served, title)
-    if part == "training":
+    if part == "training" or (part == "both" and (workload.validate or workload.benchmark)):
         train(ctx, workload, config, communication, title)
-    elif part == "both" and (workload.validate or workload.benchmark):
-        train(ctx, dataclasses.replace(workload, trace=None), config, communication, title)
     if part != "training" and workload.validate:
         generate(ctx, workload, served, title)
 
@@ -81,6 +81,8 @@ def serve(ctx: iris.Iris, workload: Workload, model: torch.nn.Module, title: str
 
     if workload.trace:
         trace(context_of_experts(model), workload, lambda: (server.rewind(length), server.enqueue_step()))
+    if workload.profile:
+        record(ctx, workload.profile, step_again)
     if workload.benchmark:
         calls = {"a step": step_again, "prompts": lambda: server.start(prompts)}
         speeds(ctx, title, calls, {"a step": sequences, "prompts": prompts.numel()})
@@ -138,11 +140,11 @@ def train(ctx: iris.Iris, workload: Workload, config, communication: str, title:
         del of_one, exact
         validated(ctx, f"{title}, trained", workload)
     tokens, mine = batch(0)
-    if workload.trace:
+    if workload.profile:
         # What is set aside by the first steps is not of the one that is recorded.
         for _ in range(3):
             trainer.step(mine)
-        record(ctx, workload.trace, lambda: trainer.step(mine))
+        record(ctx, workload.profile, lambda: trainer.step(mine))
     if workload.benchmark:
         speeds(ctx, f"{title}, training", {"a step": lambda: trainer.step(mine)}, {"a step": tokens.numel()})
 
@@ -192,15 +194,11 @@ OPTIONS = (
         type=click.Choice(["both", "serving", "training"]),
         default="both",
         show_default=True,
-        help="What is done. --trace is of a step of decoding, and with --part training of one of training.",
+        help="What is done. --trace is of a step of decoding, and --profile of one of the part.",
     ),
 )
 
 
-def traces_decoding(part: str, **others) -> bool:
-    return part != "training"
-
-
 if __name__ == "__main__":
     sizes = {"on_gpus": (16, 512, 32), "simulated": (6, 6, 2)}
-    command(main, **sizes, room=room, options=OPTIONS, traces_kernels=traces_decoding)
+    command(main, **sizes, room=room, options=OPTIONS, profiles=True)

@@ -57,6 +57,8 @@ class Calls:
         The calls that nobody has waited for.
     limits : Limits
         Of what a program may give.
+    checked : dict
+        Kinds of calls of `iris.ops.experts_mlp` that need no other look.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Calls:
         config: ExpertsConfig,
     ) -> None:
         self.context, self.group, self.extents, self.dtype, self.config = context, group, extents, dtype, config
-        self._members, self._kernels = members, kernels_of(extents)
+        self._members, self._kernels, self.checked = members, kernels_of(extents), dict[tuple, None]()
         self._device, self._on_gpu = context.device, context.device.type == "cuda"
         self._memory: Memory | None = memory
         self.abort_flag, self._state = memory.abort_flag, memory.abort_flag.state
@@ -80,7 +82,7 @@ class Calls:
         self.limits = self._plans.limits
         # A pointer where no weights are given. Nobody reads what is there.
         self._no_weights = memory.slots[0].weights
-        # Compile and load now, so that no rank's kernel waits while another's is being compiled.
+        # Compile and load now: no rank's kernel waits while another's is being compiled.
         members.agree(self._prepare_all, "compile dispatch and combine")
 
     # What programs call -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ another rank (`Calls.choices`). A token's choices of one expert, if there are se
 launch or two, where torch's operators would be ten: a backward pass waits for the host.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ def _enqueue_by_tokens(kernel: Any, written: torch.Tensor, *given: torch.Tensor)
     _enqueue(kernel, written.device, written, *given, given[0].numel() // K, K, *shape_of(K))
 
 
+@functools.cache
 def shape_of(top_k: int) -> tuple[int, int]:
     """Tokens of a program at once, and the power of two that a token's choices fit."""
     together = triton.next_power_of_2(top_k)

@@ -5,10 +5,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from iris import simulator
 from iris.experts.kernel_arguments import Extents, FewTokens, Layout, LowLatencySlot, Scales, Slot
 from iris.experts.memory import Memory
 from iris.experts.statistics import Statistics
 from iris.runtime.launch import addresses
+
+# The place of a layout's rows among its fields.
+ROWS = Layout._fields.index("rows")
 
 
 class Format(NamedTuple):
@@ -51,7 +55,14 @@ def with_rows(views: Views, rows: torch.Tensor) -> Views:
     """The same, where rows ``[rows, H]`` go to other memory."""
     slot, layout, scales, statistics = views.tensors
     tensors = (slot, layout._replace(rows=rows), scales, statistics)
-    return views._replace(tensors=tensors, launched=addresses(tensors))
+    launched = addresses(tensors) if simulator.ACTIVE else _with_address(views.launched, rows.data_ptr())
+    return views._replace(tensors=tensors, launched=launched)
+
+
+def _with_address(launched: tuple, rows: int) -> tuple:
+    """`Views.launched` on a GPU, with another address of the rows: one of dozens, which are not looked up anew."""
+    slot, layout, *others = launched
+    return (slot, (*layout[:ROWS], rows, *layout[ROWS + 1 :]), *others)
 
 
 def shape_of_rows(extents: Extents | FewTokens, layout: str, room: int) -> tuple[int, ...]:

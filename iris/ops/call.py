@@ -2,6 +2,7 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -209,6 +210,11 @@ class Algorithm(ABC):
     def enqueue(self, call: Call, config: FusedConfig, buffers: Any, stream: int | None) -> None:
         """On the current stream, whose handle is ``stream``: None in the simulator, and if it needs no workspace."""
 
+    def again(self, call: Call, config: FusedConfig, buffers: Any) -> Callable[[Call, int | None], None] | None:
+        """What enqueues later calls of the kind of this one in this workspace, with a stream's handle, if they may be
+        launched without another look: see `iris.ops.known`."""
+        return None
+
 
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether the memory from one's first element to its last meets that of the other.
@@ -217,7 +223,7 @@ def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """
     if not x.numel() or not y.numel():
         return False
-    (x_begin, x_end), (y_begin, y_end) = _span(x), _span(y)
+    (x_begin, x_end), (y_begin, y_end) = span(x), span(y)
     return x_begin < y_end and y_begin < x_end and not _side_by_side(x, y)
 
 
@@ -233,6 +239,7 @@ def _side_by_side(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.shape[1] * x.itemsize <= begin and begin + y.shape[1] * y.itemsize <= pitch
 
 
-def _span(x: torch.Tensor) -> tuple[int, int]:
+def span(x: torch.Tensor) -> tuple[int, int]:
+    """Where the memory of its elements begins, and the address behind the last. x has elements."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize

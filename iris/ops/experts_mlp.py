@@ -33,6 +33,7 @@ from iris.ops.grouped.launch import enqueue
 from iris.ops.grouped.quantise import quantise
 from iris.ops.grouped.stages import PROGRESS_WORDS, Progress, progress_of
 from iris.runtime.launch import remember
+from iris.runtime.template import kind_of
 
 NAME, LAYOUT = "experts_mlp", "compact"
 
@@ -161,15 +162,18 @@ class ExpertsMlp:
         self._prepared: dict[tuple, None] = {}
 
     def __call__(self, call: MlpCall) -> None:
-        call.check(self._context)
-        ep = call.experts
+        kind = _kind_of(call, self._context)
+        known = kind is not None and kind in call.experts._calls.checked
+        if not known or _overlaps(call):
+            call.check(self._context)
+        ep, overlap = call.experts, bool(call.overlap)
         ep._calls.enter()
-        overlap = bool(call.overlap)
         scratch = scratch_of(call, overlap)
-        self._prepare(call, scratch, overlap)
-        received = ep.dispatch(
-            call.x, call.topk_ids, call.topk_weights, x_scales=call.x_scales, quantize=call.quantize, layout=LAYOUT
-        )
+        if not known:
+            self._prepare(call, scratch, overlap)
+            if kind is not None:
+                remember(ep._calls.checked, kind, None)
+        received = ep._calls.dispatch(call.x, call.topk_ids, call.topk_weights, call.x_scales, call.quantize, LAYOUT)
         with others_wait(ep._calls, NAME):
             up, down = products(call, scratch, received._slot, received.rows, received.scales)
             multiply(up, down, scratch)
@@ -178,7 +182,7 @@ class ExpertsMlp:
                     ep, received, in_stages.arguments_of(ep, received._slot, received.weighted, down, call.out)
                 )
             else:
-                ep.combine(down.out, received, out=call.out)
+                ep._calls.combine(down.out, received, out=call.out)
 
     def _prepare(self, call: MlpCall, scratch: Scratch, overlap: bool) -> None:
         """Compile and load what the call needs, before the kernels of any rank wait for another rank."""
@@ -207,6 +211,28 @@ class ExpertsMlp:
             in_stages.prepared(ep, in_stages.arguments_of(ep, 0, weighted, down, call.out))
         multiply(up, down, scratch, only_prepare=True)
         remember(self._prepared, key, None)
+
+
+def _kind_of(call: MlpCall, context: CollectivesContext) -> tuple | None:
+    """What calls with these experts have in common that are checked and prepared alike; None: this one is looked at."""
+    ep = call.experts
+    if not isinstance(ep, ExpertParallel) or ep._calls.context is not context:
+        return None
+    kinds = kind_of((call.out, call.x, call.w_up, call.w_down))
+    scales = call.x_scales, call.scale_up, call.scale_down
+    if (
+        kinds is None
+        or None in kinds
+        or call.narrow
+        or call.overlap is not None
+        or any(scale is not None for scale in scales)
+    ):
+        return None
+    return kinds, call.activation, call.topk_weights is None
+
+
+def _overlaps(call: MlpCall) -> bool:
+    return overlap(call.out, call.w_up) or overlap(call.out, call.w_down)
 
 
 def scratch_of(call: MlpCall, overlap: bool) -> Scratch:

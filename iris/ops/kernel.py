@@ -14,11 +14,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from iris import simulator
 from iris.ccl.protocols import CollectivesContext
 from iris.ops.buffers import Buffers, Needs
-from iris.ops.call import GATHERS_A, Algorithm, Call
+from iris.ops.call import GATHERS_A, GATHERS_ROWS, Algorithm, Call
 from iris.ops.config import FusedConfig
 from iris.ops.counts import MOST_PROGRAMS
 from iris.ops.kernel_arguments import by_name
 from iris.runtime.launch import addresses, prepare, remember
+from iris.runtime.template import Template, template_of
 
 # Programs in the simulator; on a GPU there is one for each multiprocessor.
 SIMULATED_PROGRAMS = 4
@@ -137,6 +138,18 @@ class Kernels(Algorithm):
         if kept is not None:
             self._keep_gathered(kept, buffers)
 
+    def again(self, call: Call, config: FusedConfig, buffers: Buffers) -> "Relaunch | None":
+        # Where peers store the result may differ from call to call.
+        kept = call.gathered
+        if call.name in STORED_BY_PEERS or not (kept is None or call.name == GATHERS_ROWS and kept.is_contiguous()):
+            return None
+        kernel, tensors, _ = self.launch(call, config, buffers)
+        arguments = {**buffers.tensors, **kernel.constants, **tensors}
+        template = template_of(tuple([arguments[name] for name in kernel.names]), _own(call))
+        if template is None:
+            return None
+        return Relaunch(kernel.run, template, buffers, self._context.cur_rank, self._context.num_ranks, call)
+
     def _keep_gathered(self, kept: torch.Tensor, buffers: Buffers) -> None:
         """Enqueue, behind the kernel, what copies the peers' A out of the workspace to ``kept``, by rank.
 
@@ -149,13 +162,9 @@ class Kernels(Algorithm):
 
         Its own rows a rank has never stored there.
         """
-        size, rank = self._context.num_ranks, self._context.cur_rank
-        _, M, K = kept.shape
-        # A rank's place may have room for more rows than it has.
-        there = buffers.data.view(size, -1, K)[:, :M]
-        for peers in (slice(0, rank), slice(rank + 1, size)):
-            if peers.start < peers.stop:
-                kept[peers].copy_(there[peers])
+        rank = self._context.cur_rank
+        for peers, there in _rows_of_peers(buffers, rank, *kept.shape):
+            kept[peers].copy_(there)
 
     def launch(self, call: Call, config: FusedConfig, buffers: Buffers) -> Launch:
         """What carries the call, compiled and loaded if that was not done for a call like it."""
@@ -185,6 +194,52 @@ class Kernels(Algorithm):
         W, rows = self._context.num_ranks, len(call.a)
         parts = 0 if call.name == "matmul_all_gather" else W * -(-rows // W) * call.b.shape[1]
         return buffers.data[parts:].view(call.out.shape)
+
+
+def _rows_of_peers(buffers: Buffers, rank: int, size: int, M: int, K: int) -> list[tuple[slice, torch.Tensor]]:
+    """Which peers stand before this rank, and which behind it, and where their rows of A lie in the workspace."""
+    # A rank's place may have room for more rows than it has.
+    there = buffers.data.view(size, -1, K)[:, :M]
+    sides = slice(0, rank), slice(rank + 1, size)
+    return [(peers, there[peers]) for peers in sides if peers.start < peers.stop]
+
+
+def _own(call: Call) -> tuple[torch.Tensor, ...]:
+    """The tensors of a call that its kernel takes."""
+    return (call.out, call.a, call.b) if call.bias is None else (call.out, call.a, call.b, call.bias)
+
+
+class Relaunch:
+    """`Kernels.enqueue` of calls like an earlier one in the same workspace, where results are not staged there."""
+
+    def __init__(
+        self, run: Callable[..., None], template: Template, buffers: Buffers, rank: int, size: int, call: Call
+    ) -> None:
+        self._run, self._template, self._sender = run, template, buffers.mover
+        self._own = slice(0)
+        self._of_peers: list[tuple[slice, torch.Tensor]] = []
+        if call.gathered is not None:
+            M, K = call.a.shape
+            self._own = slice(rank * M, (rank + 1) * M)
+            self._of_peers = [
+                (slice(peers.start * M, peers.stop * M), there)
+                for peers, there in _rows_of_peers(buffers, rank, size, M, K)
+            ]
+
+    def __call__(self, call: Call, stream: int | None) -> None:
+        sender, gathered = self._sender, call.gathered
+        kept = None if gathered is None else gathered[self._own]
+        if sender:
+            sender.send(call.a, kept)
+        elif kept is not None:
+            kept.copy_(call.a)
+        self._run(stream, self._template(_own(call)))
+        if sender:
+            sender.join()
+        if gathered is not None:
+            # As `Kernels._keep_gathered` does, where it says why this may be read.
+            for rows, there in self._of_peers:
+                gathered[rows].view(there.shape).copy_(there)
 
 
 def _kind_of(argument: Any) -> Any:

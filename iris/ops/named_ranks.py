@@ -1,7 +1,6 @@
 """The context that the operators of fused operations name their ranks by, and their products where weights differ."""
 
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -11,9 +10,6 @@ from iris.errors import InvalidGroupError, MismatchedCollectiveError
 from iris.ops import vendor
 from iris.ops.call import GATHERS_A, Call
 from iris.ops.operations import OperationsContext
-
-# By context, and by what a call moves: the other extents of B that all ranks were found to have; None: theirs differ.
-_even: WeakKeyDictionary[OperationsContext, dict[tuple, set[int] | None]] = WeakKeyDictionary()
 
 
 def context_named(ranks: str) -> OperationsContext:
@@ -27,7 +23,6 @@ def context_named(ranks: str) -> OperationsContext:
     return cast(OperationsContext, context)
 
 
-@torch.no_grad()
 def multiply(context: OperationsContext, call: Call) -> None:
     """Carry a product: fused where all ranks' B have one shape, as that needs, and else a product and a collective.
 
@@ -44,7 +39,8 @@ def multiply(context: OperationsContext, call: Call) -> None:
     if even and (call.gathered is None or call.b.shape[1]):
         context.ops._run(call, None, False, None)
     else:
-        vendor.in_steps(context, call)
+        with torch.no_grad():
+            vendor.in_steps(context, call)
 
 
 def _is_even(context: OperationsContext, call: Call) -> bool:
@@ -54,7 +50,7 @@ def _is_even(context: OperationsContext, call: Call) -> bool:
     """
     (K, N), gathers = call.b.shape, call.name in GATHERS_A
     moved, own = (K, N) if gathers else (N, K)
-    shapes = _even.setdefault(context, {})
+    shapes = context.ops.even
     key = (call.name, moved, call.a.dtype, call.out.dtype)
     known = shapes.setdefault(key, set())
     if known is None or own in known:

@@ -1,39 +1,25 @@
-"""`ctx.ops`: checks what a fused operation is asked for, chooses how, and calls what carries it.
+"""`ctx.ops`: the fused operations as programs call them. `iris.ops.products` has what carries the products."""
 
-`iris.ops.algorithms` has the table of the ways, and what each can do.
-"""
-
-import dataclasses
 from typing import Protocol
 
 import torch
 
-from iris.ccl.checks import compare_calls
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.work import Work
-from iris.compat.cuda import current_raw_stream
-from iris.errors import InvalidConfigError, UnknownChoiceError
+from iris.errors import UnknownChoiceError
 from iris.experts.expert_parallel import ExpertParallel
-from iris.heap.history import debugging
 from iris.operators.graph_break import methods_break_graph
 from iris.operators.version_counter import bump_version
-from iris.ops import vendor
-from iris.ops.algorithms import ALGORITHMS, asked
 from iris.ops.buffers import Buffers
-from iris.ops.call import GATHERS_COLUMNS, GATHERS_ROWS, Algorithm, Call, described
-from iris.ops.choose import allows_tf32, choose, figures_for
+from iris.ops.call import GATHERS_COLUMNS, GATHERS_ROWS, Call
 from iris.ops.config import FusedConfig
 from iris.ops.experts_mlp import ExpertsMlp, MlpCall
-from iris.ops.kernel import most_programs
 from iris.ops.normalisation import LAYOUTS, AllReduceRmsNorm, NormCall
-from iris.ops.workspaces import Workspaces
-from iris.runtime.launch import remember
-
-DEBUGGING = debugging()
+from iris.ops.products import Products
 
 
 @methods_break_graph("ctx.ops is for the host; iris.ops.functional has the same as operators for graphs")
-class Operations:
+class Operations(Products):
     """Fused operations among all ranks; made by `iris.iris`, as ``ctx.ops``.
 
     Matrices have two dimensions and any strides, and are fp16, bf16, fp32 or fp8; A and B have one dtype, sums are
@@ -52,12 +38,7 @@ class Operations:
     """
 
     def __init__(self, context: CollectivesContext) -> None:
-        self._context = context
-        self._on_gpu = context.device.type == "cuda"
-        self._algorithms = {each.name: each(context) for each in ALGORITHMS}
-        self._workspaces = Workspaces(context)
-        self._abort_flag = context._workspace(None).abort_flag
-        self._chosen: dict[tuple, FusedConfig] = {}
+        super().__init__(context)
         self._all_reduce_rms_norm = AllReduceRmsNorm(context)
         self._experts_mlp = ExpertsMlp(context)
 
@@ -301,88 +282,8 @@ class Operations:
         replayed. Workspaces that a preamble returned are the caller's, and closed by their own ``close()``.
         """
         self._workspaces.close()
+        self._known.forget()
         self._all_reduce_rms_norm.close()
-
-    # What they share -------------------------------------------------------------------------------------------------
-
-    # As with collectives: `iris.ops.functional` has the gradients.
-    @torch.no_grad()
-    def _run(self, call: Call, config: FusedConfig | None, async_op: bool, workspace: Buffers | None) -> Work | None:
-        algorithm, config = self._check(call, config)
-        if DEBUGGING and not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
-            self._compare(call, algorithm, config)
-        call = algorithm.operands(call)
-        needs = algorithm.needs(call, config)
-        if workspace is not None:
-            self._workspaces.check(call.name, workspace, needs and needs.kind)
-        try:
-            if needs is None:
-                # Collectives, which may have to move an A even where the result is empty.
-                algorithm.enqueue(call, config, None, None)
-            elif call.out.numel():
-                stream = current_raw_stream(self._context.gpu_id) if self._on_gpu else None
-                buffers = self._workspaces.find(needs, stream) if workspace is None else workspace
-                algorithm.enqueue(call, config, buffers, stream)
-        except BaseException as error:
-            self._interrupted(call.name, error)
-            raise
-        bump_version(call.out)
-        if call.gathered is not None:
-            bump_version(call.gathered)
-        return Work(self._on_gpu) if async_op else None
-
-    def _interrupted(self, name: str, error: BaseException) -> None:
-        """Let nobody wait for this rank, whose call has ended with this error; unless it had not begun."""
-        self._abort_flag.interrupted(name, error)
-
-    @torch.no_grad()
-    def _prepare(self, call: Call, config: FusedConfig | None) -> Buffers | None:
-        algorithm, config = self._check(call, config)
-        needs = algorithm.needs(call, config)
-        if needs is None:
-            return None
-        buffers = self._workspaces.make(needs)
-        if call.out.numel():
-            # A graph may be captured next, in which nothing can be compiled.
-            algorithm.prepare(algorithm.operands(call), config, buffers)
-        return buffers
-
-    def _check(self, call: Call, config: FusedConfig | None) -> tuple[Algorithm, FusedConfig]:
-        """What carries the call: as ``config`` asks for it, or what is chosen where that is None.
-
-        Raises unless the call fits together and the algorithm can carry it.
-        """
-        self._context.heap.check_open()
-        self._abort_flag.check()
-        call.check(self._context.device, self._context.num_ranks, config)
-        if config is None:
-            chosen = self._choose(call, vendor.problem(call) is None)
-            return self._algorithms[asked(call, chosen)], chosen
-        algorithm = self._algorithms[asked(call, config)]
-        problem = algorithm.problem(call, config)
-        if problem:
-            raise InvalidConfigError(problem)
-        return algorithm, config
-
-    def _choose(self, call: Call, by_vendor: bool) -> FusedConfig:
-        """What is chosen where the caller does not say: it can carry the call."""
-        kept = call.gathered is not None
-        key = (call.name, call.a.shape, call.b.shape, call.a.dtype, call.out.dtype, kept, by_vendor, allows_tf32())
-        chosen = self._chosen.get(key)
-        if chosen is None:
-            gpu = figures_for(self._context) if self._on_gpu else None
-            chosen = choose(call, self._context.num_ranks, most_programs(self._context), gpu, by_vendor)
-            remember(self._chosen, key, chosen)
-        return chosen
-
-    def _compare(self, call: Call, algorithm: Algorithm, config: FusedConfig) -> None:
-        """In debug mode: that all ranks make the same call, with the result at the same place if peers store it."""
-        config = dataclasses.replace(config, variant=algorithm.variant)
-        said = f"{call.title} with {described(call.given())}, {config}"
-        if algorithm.direct(call):
-            place = call.out.data_ptr() - self._context.heap.mapping.bases[self._context.cur_rank]
-            said += f", out at offset {place:#x} of the heap with strides {list(call.out.stride())}"
-        compare_calls(self._context._world.group, said)
 
 
 def _gathering(gather_dim: str) -> str:

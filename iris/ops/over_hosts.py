@@ -56,7 +56,8 @@ from iris.ops.buffers import Buffers
 from iris.ops.call import Call, described
 from iris.ops.config import FusedConfig
 from iris.ops.kernel import most_programs
-from iris.ops.operations import DEBUGGING, Operations
+from iris.ops.operations import Operations
+from iris.ops.products import DEBUGGING
 from iris.runtime.workspace import Workspace
 from iris.world import World
 from iris.world.hosts import notify_other_hosts

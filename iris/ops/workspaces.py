@@ -16,12 +16,19 @@ GROWTH = 1.5
 
 
 class Workspaces:
-    """Of a context. Ranks ask for the same in the same order on each stream, and so get the same."""
+    """Of a context. Ranks ask for the same in the same order on each stream, and so get the same.
+
+    Attributes
+    ----------
+    revision : int
+        Another number when calls may have to find other memory than before.
+    """
 
     def __init__(self, context: CollectivesContext) -> None:
         self._context = context
         self._on_gpu = context.device.type == "cuda"
         self._lines = Lines()
+        self.revision = 0
         self._used: dict[tuple[tuple, Line], Buffers] = {}
         self._arenas: dict[Line, Arena] = {}
 
@@ -30,11 +37,13 @@ class Workspaces:
         line: Line = stream
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             line = self._lines.find(stream)
-        if (needs.kind, line) not in self._used:
-            if isinstance(line, GraphLine):
-                self._take_captured(needs, line)
-            else:
-                self._take(needs, line)
+        found = self._used.get((needs.kind, line))
+        if found is not None:
+            return found
+        if isinstance(line, GraphLine):
+            self._take_captured(needs, line)
+        else:
+            self._take(needs, line)
         return self._used[needs.kind, line]
 
     # What is made in inference mode could not be written outside it.
@@ -54,6 +63,7 @@ class Workspaces:
 
     def close(self) -> None:
         """Let go of all but what was given away. The caller guarantees that no kernel uses it, on any rank."""
+        self.revision += 1
         for buffers in self._used.values():
             buffers.close()
         self._used.clear()
@@ -96,6 +106,7 @@ class Workspaces:
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
         self._context._world.group.all_gather(None, "a larger workspace of fused operations")
+        self.revision += 1
         arena = self._arenas.pop(stream)
         self._used = {key: buffers for key, buffers in self._used.items() if buffers.arena is not arena}
         arena.close()

@@ -14,6 +14,9 @@ from inductor.searched import compiled
 from iris.inductor import symm_mem
 
 K, N = 32, 64
+# Along a dimension that is not the first, the backward pass has slices, put together again, where the forward one has
+# splits. Inductor's pass (torch/_inductor/fx_passes/micro_pipeline_tp.py) knows these from torch 2.13 on.
+FINDS_CATS_OF_SLICES = torch.__version__ >= (2, 13)
 # Once in a process.
 put_in_place = functools.cache(symm_mem.put_in_place)
 
@@ -50,8 +53,9 @@ def pipelined(ctx, dim):
     torch.testing.assert_close(result.double(), total.chunk(W, dim)[me], rtol=1e-4, atol=1e-3)
     for mine, of_all in zip(given, exact, strict=True):
         torch.testing.assert_close(mine.grad.double(), of_all.grad[me], rtol=1e-4, atol=1e-3)
-    # A gather and a scatter in each direction.
-    assert (forward, contexts.call_count) == (2, 4)
+    # A gather and a scatter in each direction that Inductor has found, all of them on Iris.
+    backward = 0 if dim and not FINDS_CATS_OF_SLICES else 2
+    assert (forward, contexts.call_count) == (2, 2 + backward)
 
 
 @pytest.mark.ranks(2)

@@ -10,12 +10,15 @@ from iris.ops.hopper import arguments
 def planned(ctx, plan):
     """While this lasts, the plan of every fused operation of the context; None leaves the choice to it."""
     hopper = ctx.ops._algorithms["hopper"]
+    # Of calls like earlier ones nothing is planned.
+    ctx.ops._known.forget()
     if plan is not None:
         hopper.plan = lambda call, config: plan
     try:
         yield
     finally:
         hopper.__dict__.pop("plan", None)
+        ctx.ops._known.forget()
 
 
 def short_chunks():

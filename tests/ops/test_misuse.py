@@ -15,7 +15,7 @@ from iris.errors import (
     WorkspaceTooSmallError,
     WrongDeviceError,
 )
-from iris.ops import FusedConfig, normalisation, operations, workspaces
+from iris.ops import FusedConfig, normalisation, products, workspaces
 
 OUT, A, B = (8, 4), (8, 6), (6, 4)
 
@@ -276,14 +276,14 @@ def differ(ctx, what):
         "bias": [r"bias \[4\]", ""],
         "norm": ["eps=1e-06", "eps=2e-06"],
     }
-    operations.DEBUGGING = normalisation.DEBUGGING = True
+    products.DEBUGGING = normalisation.DEBUGGING = True
     try:
         with pytest.raises(MismatchedCollectiveError, match=f"rank 0 .*{said[what][0]}.*rank 1 .*{said[what][1]}"):
             calls[what]()
         ctx.ops.matmul_all_reduce(out, a, b, config=config)
         assert (out == 6 * ctx.num_ranks).all()
     finally:
-        operations.DEBUGGING = normalisation.DEBUGGING = False
+        products.DEBUGGING = normalisation.DEBUGGING = False
 
 
 @pytest.mark.ranks(2, exactly=True)

@@ -240,8 +240,10 @@ class Decoder(torch.nn.Module):
         residual = embedding(self.share.of(tokens.flatten(), 0), self.embedding)
         rows = normalised(residual, self.gain, self.dimensions)
         of_prompts = Rotation(*(each[: tokens.shape[1]] for each in rotation))
-        for layer, cache in zip(self.layers, caches, strict=True):
-            rows, residual = self._prefill(layer, rows, residual, cache=cache, rotation=of_prompts, by=by)
+        layers = iter(self.layers)
+        for cache in caches:
+            # Without a name, so that a layer that is only made here is gone before the next one is made.
+            rows, residual = self._prefill(next(layers), rows, residual, cache=cache, rotation=of_prompts, by=by)
         return rows
 
     def decode(
@@ -263,8 +265,9 @@ class Decoder(torch.nn.Module):
         step = Step(torch.arange(len(tokens), device=tokens.device), positions, of_tokens, mask)
         residual = embedding(tokens, self.embedding)
         rows = normalised(residual, self.gain, self.dimensions)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            rows, residual = self._decode(layer, rows, residual, cache=cache, step=step, by=by)
+        layers = iter(self.layers)
+        for cache in caches:
+            rows, residual = self._decode(next(layers), rows, residual, cache=cache, step=step, by=by)
         return self._logits(rows, by)
 
     def _logits(self, rows: Tensor, by: Communication) -> Tensor:

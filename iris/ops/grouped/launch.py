@@ -1,6 +1,7 @@
 """`grouped_mm`: checks what it is asked for, chooses tiles, and launches a kernel."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from iris.ops.kernel import SIMULATED_PROGRAMS
 from iris.ops.kernel_arguments import Tiling, by_name
 from iris.ops.portable import TritonKernels
 from iris.runtime.launch import addresses, prepare, remember
+from iris.runtime.template import Template, kind_of, template_of
 
 # Of so many programs one ends before the others, where another kernel begins beside them.
 LEAVING = 8
@@ -29,6 +31,8 @@ LEAVING = 8
 # What launches kernels of one kind, and the tiles of calls: to choose them takes the host longer than a launch.
 _prepared: dict[tuple, Any] = {}
 _chosen: dict[tuple, FusedConfig] = {}
+# Of calls that differ in addresses alone: what launches them, and its arguments.
+_known: dict[tuple, tuple[Any, Template]] = {}
 
 
 @breaks_graph("iris.ops.grouped_mm is for the host, and has no operator for graphs")
@@ -194,6 +198,13 @@ def _tiles(itemsize: int, height: int, on_amd: bool, allow_tf32: bool) -> FusedC
 
 def enqueue(call: GroupedCall, config: FusedConfig | None, only_prepare: bool = False) -> None:
     """On the current stream, a call that has been checked; or only compile and load what carries such calls."""
+    own = (call.out, call.mat_a, call.mat_b, call.offs, call.counts)
+    alike = None if only_prepare else _alike(call, config, own)
+    known = _known.get(alike) if alike is not None else None
+    if known is not None:
+        run, fill = known
+        run(_stream(), fill([each for each in own if each is not None]))
+        return
     kind = _kind(call)
     if config is None:
         config = _chosen_for(call, kind)
@@ -205,8 +216,25 @@ def enqueue(call: GroupedCall, config: FusedConfig | None, only_prepare: bool = 
     if run is None:
         run = prepare(kernel, (programs(config), 1, 1), *given, **options)
         remember(_prepared, key, run)
-    if not only_prepare:
-        run(None if simulator.ACTIVE else current_raw_stream(torch.cuda.current_device()), addresses(given))
+    if only_prepare:
+        return
+    run(_stream(), addresses(given))
+    template = None if alike is None else template_of(given, [each for each in own if each is not None])
+    if template is not None and alike is not None:
+        remember(_known, alike, (run, template))
+
+
+def _stream() -> int | None:
+    return None if simulator.ACTIVE else current_raw_stream(torch.cuda.current_device())
+
+
+def _alike(call: GroupedCall, config: FusedConfig | None, own: Sequence[torch.Tensor | None]) -> tuple | None:
+    """What is equal of calls that are one launch but for addresses; None: this one is to be looked at."""
+    # Without a config, products of float32 are in the precision that torch's are in then.
+    if call.progress or call.scale_a is not None or call.scale_b is not None or call.mat_a.dtype is torch.float32:
+        return None
+    kinds = kind_of(own)
+    return None if kinds is None else (kinds, config, call.activation)
 
 
 def _kind(call: GroupedCall) -> tuple:

@@ -27,9 +27,10 @@ class Sender:
             self._stream = torch.cuda.Stream(device)
             # For all calls: a stream that waits for one waits for what it was recorded behind by then.
             self._begun, self._sent = torch.cuda.Event(), torch.cuda.Event()
-        self._args = (buffers.context_tensor, buffers.counts, size)
+        args = (buffers.context_tensor, buffers.counts, size)
+        self._args = addresses(args)
         # Before the first call: compiling must not keep a peer waiting.
-        self._start = prepare(start, (1, 1, 1), *self._args, num_warps=1)
+        self._start = prepare(start, (1, 1, 1), *args, num_warps=1)
         self._epoch = buffers.counts[:1]
         self._jobs = []
         for distance in range(1, size):
@@ -40,7 +41,8 @@ class Sender:
             step = chunk * (together if distance < size - 1 else 1)
             for number, begin in enumerate(range(0, rows, step)):
                 part = slice(begin, begin + step)
-                self._jobs.append((part, there[part], arrived[number : number + 1]))
+                # All rows need no view of them, which takes the host a microsecond.
+                self._jobs.append((part if step < rows else None, there[part], arrived[number : number + 1]))
 
     def send(self, a: torch.Tensor, kept: torch.Tensor | None) -> None:
         """Enqueue the start on the current stream and behind it, on another, the copies.
@@ -48,16 +50,20 @@ class Sender:
         ``a``: ``[rows, depth]``, contiguous. ``kept``: where the rows are left besides, if anywhere.
         """
         if self._stream is None:
-            self._start(None, addresses(self._args))
+            self._start(None, self._args)
             self._copy(a, kept)
             return
         current = torch.cuda.current_stream()
-        self._start(current.cuda_stream, addresses(self._args))
+        self._start(current.cuda_stream, self._args)
         self._begun.record(current)
         self._stream.wait_event(self._begun)
-        with torch.cuda.stream(self._stream):
+        # As `torch.cuda.stream` does for streams of one device, in a third of the time.
+        torch.cuda.set_stream(self._stream)
+        try:
             self._copy(a, kept)
             self._sent.record(self._stream)
+        finally:
+            torch.cuda.set_stream(current)
 
     def join(self) -> None:
         """What is enqueued on the current stream from here on comes behind the copies."""
@@ -66,7 +72,7 @@ class Sender:
 
     def _copy(self, a: torch.Tensor, kept: torch.Tensor | None) -> None:
         for rows, there, word in self._jobs:
-            there.copy_(a[rows], non_blocking=True)
+            there.copy_(a if rows is None else a[rows], non_blocking=True)
             word.copy_(self._epoch, non_blocking=True)
         if kept is not None:
             kept.copy_(a, non_blocking=True)

@@ -1,0 +1,83 @@
+"""Calls of fused operations like an earlier one: they cost the host a look into a dictionary, and a launch.
+
+A training step makes the same calls again and again, with other tensors. What was checked, chosen and prepared for the
+first depends on dtypes, shapes, strides, devices and alignment. What else may differ is looked at in each: whether the
+context is open and its group whole (by the caller), the stream and its memory, and whether results overlap operands.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from iris.ops.call import Call, span
+from iris.ops.config import FusedConfig
+from iris.ops.workspaces import Workspaces
+from iris.runtime import template as templates
+from iris.runtime.launch import remember
+
+Again = Callable[[Call, int | None], None]
+"""Enqueues a call on the current stream, whose handle is given: None in the simulator."""
+
+
+class Known(NamedTuple):
+    """Of calls of one kind. ``lengths``: bytes from the first element of each tensor to behind the last."""
+
+    lengths: tuple[int, ...]
+    by_stream: dict[int | None, Again]
+
+    def apart(self, call: Call) -> bool:
+        """Whether what is written surely overlaps with nothing else."""
+        begins = [tensor.data_ptr() for tensor in _tensors(call)]
+        ends = [begin + length for begin, length in zip(begins, self.lengths, strict=True)]
+        written = 1 if call.gathered is None else 2
+        return all(
+            ends[one] <= begins[other] or ends[other] <= begins[one]
+            for one in range(written)
+            for other in range(one + 1, len(begins))
+        )
+
+
+class KnownCalls:
+    """Of one `iris.ops.products.Products`."""
+
+    def __init__(self, workspaces: Workspaces) -> None:
+        self._workspaces, self._revision = workspaces, workspaces.revision
+        self._known: dict[tuple, Known] = {}
+
+    def find(self, call: Call, kind: tuple | None, stream: int | None) -> Again | None:
+        """What enqueues the call, if one of its ``kind`` has been enqueued on this stream."""
+        if self._revision != self._workspaces.revision:
+            # Other memory, for which launches are made anew.
+            self.forget()
+        known = self._known.get(kind) if kind is not None else None
+        again = known.by_stream.get(stream) if known is not None else None
+        return again if again is not None and known is not None and known.apart(call) else None
+
+    def remember(self, call: Call, kind: tuple, stream: int | None, again: Again) -> None:
+        """For later calls of the ``kind`` on this stream; ``again`` uses the memory that these have now."""
+        if self._revision != self._workspaces.revision:
+            self.forget()
+        if kind not in self._known:
+            spans = [span(tensor) for tensor in _tensors(call)]
+            remember(self._known, kind, Known(tuple([end - begin for begin, end in spans]), {}))
+        self._known[kind].by_stream[stream] = again
+
+    def forget(self) -> None:
+        self._known.clear()
+        self._revision = self._workspaces.revision
+
+
+def kind_of(call: Call, config: object) -> tuple | None:
+    """What calls have in common that are checked, chosen and launched alike. None: this one is to be looked at."""
+    kinds = templates.kind_of((call.out, call.a, call.b, call.gathered, call.bias))
+    # Of scales copies may have to be made. A program may change the precision of products of float32 between calls.
+    if kinds is None or None in kinds[:3] or call.scaled or call.a.dtype is torch.float32:
+        return None
+    return (call.name, config, kinds) if config is None or config.__class__ is FusedConfig else None
+
+
+def _tensors(call: Call) -> tuple[torch.Tensor, ...]:
+    """What is written comes first."""
+    written = (call.out,) if call.gathered is None else (call.out, call.gathered)
+    return (*written, call.a, call.b) if call.bias is None else (*written, call.a, call.b, call.bias)

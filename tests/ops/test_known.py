@@ -1,0 +1,111 @@
+"""Products like an earlier one are launched without another look, and are right for whatever tensors they are given."""
+
+from unittest import mock
+
+import pytest
+import torch
+from covering import thorough
+
+from iris.errors import InvalidCollectiveError
+from iris.ops import FusedConfig
+from iris.ops.call import Call
+from iris.ops.grouped import launch as grouped
+from iris.ops.grouped.call import GroupedCall
+from ops.products import CONFIGS, matrix, result_of
+
+BF16 = torch.bfloat16
+ROUNDS = 4
+
+
+def arguments(ctx, name, call, biased):
+    """Everyone's A and B of a call, and what this rank gives. All are other memory in each call."""
+    W, rank, (M, N, K) = ctx.num_ranks, ctx.cur_rank, (8 * ctx.num_ranks, 16, 32)
+    a, b = (
+        [matrix(*shape, BF16, "rows", 1000 * call + 10 * r + which, ctx.device) for r in range(W)]
+        for which, shape in enumerate([(M, K), (K, N)])
+    )
+    rows = {"all_gather_matmul": W * M, "matmul_reduce_scatter": M // W}[name]
+    out = torch.full((rows, N), torch.nan, dtype=BF16, device=ctx.device)
+    bias = matrix(1, N, BF16, "rows", 5 + call, ctx.device)[0] if biased else None
+    options = {"gathered": torch.empty(W * M, K, dtype=BF16, device=ctx.device)} if rows == W * M and biased else {}
+    return a, b, (out, a[rank], b[rank], bias), options
+
+
+def repeat(ctx, name, way, biased):
+    given = [arguments(ctx, name, call, biased) for call in range(ROUNDS)]
+    ctx.ops._known.forget()
+    with mock.patch.object(Call, "check", autospec=True, side_effect=Call.check) as looked:
+        for _, _, tensors, options in given:
+            getattr(ctx.ops, name)(*tensors, **options, config=CONFIGS[way])
+    assert looked.call_count == 1
+    for a, b, (out, _, _, bias), options in given:
+        expected = result_of(name, a, b, ctx.cur_rank) + (0 if bias is None else bias.double())
+        torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.1)
+        assert not options or torch.equal(options["gathered"], torch.cat(a))
+    # A result that overlaps is noticed, and other memory is found.
+    _, _, (out, a, b, bias), options = given[-1]
+    where = torch.zeros(a.numel() + out.numel(), dtype=BF16, device=ctx.device)
+    with pytest.raises(InvalidCollectiveError, match="out and A overlap"):
+        overlapping = where[: out.numel()].view_as(out), where[: a.numel()].view_as(a)
+        getattr(ctx.ops, name)(*overlapping, b, bias, **options, config=CONFIGS[way])
+    before = out.clone()
+    ctx.barrier()
+    ctx.ops.close()
+    out.zero_()
+    getattr(ctx.ops, name)(out, a, b, bias, **options, config=CONFIGS[way])
+    assert torch.equal(out, before)
+    ctx.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "name, way, biased",
+    [
+        ("all_gather_matmul", "Hopper", True),
+        ("matmul_reduce_scatter", "Hopper", False),
+        thorough("all_gather_matmul", "fused", True),
+        thorough("matmul_reduce_scatter", "fused", True),
+    ],
+)
+def test_calls_like_an_earlier_one(ranks, name, way, biased):
+    if torch.version.hip and way == "Hopper":
+        pytest.skip("Hopper's kernel")
+    ranks.run(repeat, name, way, biased)
+
+
+def square(ctx):
+    """One tensor as both operands first, and then two."""
+    config = FusedConfig(block_size_m=16, block_size_n=16, block_size_k=32)
+    x, y = (matrix(32, 32, BF16, "rows", seed, ctx.device) for seed in (1, 2))
+    out = torch.empty(16, 32, dtype=BF16, device=ctx.device)
+    for other in (x, y):
+        ctx.ops.matmul_reduce_scatter(out, x, other, config=config)
+        expected = ctx.num_ranks * (x.double() @ other.double())
+        rows = slice(16 * ctx.cur_rank, 16 * (ctx.cur_rank + 1))
+        torch.testing.assert_close(out.double(), expected[rows], rtol=0.02, atol=0.1)
+    ctx.barrier()
+
+
+@pytest.mark.ranks(2, exactly=True)
+def test_one_tensor_in_two_places(ranks):
+    ranks.run(square)
+
+
+def test_grouped_products_like_an_earlier_one():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    grouped._known.clear()
+    looks = set()
+    with mock.patch.object(GroupedCall, "form", autospec=True, side_effect=GroupedCall.form) as looked:
+        for round in range(3):
+            generator = torch.Generator().manual_seed(round)
+            a, b = (torch.randn(*shape, generator=generator).to(device, BF16) for shape in ((24, 32), (3, 32, 16)))
+            offs, counts = ([8, 8, 24], [3 + round, 0, 16])
+            numbers = [torch.tensor(each, dtype=torch.int32, device=device) for each in (offs, counts)]
+            out = torch.full((24, 16), 7, dtype=BF16, device=device)
+            grouped.enqueue(GroupedCall(out, a, b, *numbers), None)
+            looks.add(looked.call_count)
+            for begin, count, each in zip([0, 8, 8], counts, b, strict=True):
+                rows = slice(begin, begin + count)
+                torch.testing.assert_close(out[rows], a[rows] @ each, rtol=0.02, atol=0.1)
+            assert (out[3 + round : 8] == 7).all()
+    assert len(looks) == 1
