@@ -6,6 +6,7 @@ of CUDA libraries that would never run.
 
 import re
 import subprocess
+import sys
 import venv
 from pathlib import Path
 
@@ -31,6 +32,9 @@ def main() -> None:
     wanted = (ROOT / "pyproject.toml").read_text()
     if done.exists() and done.read_text() == wanted:
         return
+    if folder.is_symlink():
+        # Its files are of another checkout, whose tests may be running.
+        sys.exit(f".venv is a link to {folder.resolve()}, which is not made of this pyproject.toml. Remove the link.")
     print("Setting up .venv (once)", flush=True)
     venv.create(folder, with_pip=True, clear=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]

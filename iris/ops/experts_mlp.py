@@ -216,7 +216,7 @@ class ExpertsMlp:
 def _kind_of(call: MlpCall, context: CollectivesContext) -> tuple | None:
     """What calls with these experts have in common that are checked and prepared alike; None: this one is looked at."""
     ep = call.experts
-    if not isinstance(ep, ExpertParallel) or ep._calls.context is not context:
+    if not isinstance(ep, ExpertParallel) or ep._calls.context is not context or not _is_text(call.activation):
         return None
     kinds = kind_of((call.out, call.x, call.w_up, call.w_down))
     scales = call.x_scales, call.scale_up, call.scale_down
@@ -229,6 +229,10 @@ def _kind_of(call: MlpCall, context: CollectivesContext) -> tuple | None:
     ):
         return None
     return kinds, call.activation, call.topk_weights is None
+
+
+def _is_text(value: object) -> bool:
+    return value is None or isinstance(value, str)
 
 
 def _overlaps(call: MlpCall) -> bool:
