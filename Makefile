@@ -31,7 +31,7 @@ ALSO_SANITIZED := $(if $(IRIS_TEST_ALL),language ops ccl experts heap tracing $(
 
 # What the oldest Triton compiles, for the GPUs that were run, and runs: in `make test-all` for all, and by torchrun too.
 # For NVIDIA's the sample leaves what is made of the same device functions to the newest.
-OLDEST_LEAVES := $(addprefix --ignore tests/codegen/test_,$(addsuffix .py,clusters digests example_kernels fused_dtypes generated_code host_guards tiles))
+OLDEST_LEAVES := $(addprefix --ignore tests/codegen/test_,$(addsuffix .py,clusters example_kernels fused_dtypes generated_code host_guards tiles))
 OLDEST_TARGETS := $(if $(IRIS_TEST_ALL),,-k "not gfx" $(OLDEST_LEAVES))
 # Of the simulator, what waits and how it is switched on know nothing of Triton's version.
 OLDEST_PROGRAMS := $(if $(IRIS_TEST_ALL),,-k "not torchrun" $(addprefix --ignore tests/simulator/test_,activation.py grid.py resting.py))

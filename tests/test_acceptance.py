@@ -2,9 +2,11 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import triton
 from conftest import UNDER_TORCHRUN, import_path
 from preloaded import LIMIT_S, python
 
@@ -20,8 +22,11 @@ pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own;
     ids=["alone", "torchrun"],
 )
 def test_program(program, launcher):
+    # One starts as people start it, by the newest Triton, and in `make test-all` all do.
+    copied = launcher or "gluon" in program or triton.__version__.startswith("3.6.")
+    start = python() if copied else [sys.executable]
     result = subprocess.run(
-        [*python(), *launcher, PROGRAMS / program],
+        [*start, *launcher, PROGRAMS / program],
         env={**os.environ, "PYTHONPATH": import_path()},
         capture_output=True,
         text=True,

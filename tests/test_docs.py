@@ -193,10 +193,11 @@ class Commands:
         self._exists(*arguments)
 
     def torchrun(self, *arguments):
-        if "-m" in arguments:
+        # What comes first, as a program has options of its own.
+        first = next(i for i, argument in enumerate(arguments) if argument == "-m" or argument.endswith(".py"))
+        if arguments[first] == "-m":
             # Ranks of its own, which another test has started.
-            return self._understood(arguments[arguments.index("-m") :])
-        first = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
+            return self._understood(arguments[first:])
         if arguments[first] in self.programs:
             return [*python(), "-m", "torch.distributed.run", *arguments]
         self._exists(*arguments[first:])

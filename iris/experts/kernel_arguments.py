@@ -44,7 +44,7 @@ class Extents(NamedTuple):
     ADDED: int
     """Columns of a row that it adds up at a time, a piece, where warps have 32 threads."""
     AHEAD: int
-    """Pieces of rows that are under way."""
+    """Pieces of rows that are under way; one where a program receives from three ranks and more."""
     COPIED: int
     """Bytes of a row that it copies at a time."""
     TALLIES: int

@@ -210,7 +210,7 @@ class Algorithm(ABC):
     def enqueue(self, call: Call, config: FusedConfig, buffers: Any, stream: int | None) -> None:
         """On the current stream, whose handle is ``stream``: None in the simulator, and if it needs no workspace."""
 
-    def again(self, call: Call, config: FusedConfig, buffers: Any) -> Callable[[Call, int | None], None] | None:
+    def relaunch(self, call: Call, config: FusedConfig, buffers: Any) -> Callable[[Call, int | None], None] | None:
         """What enqueues later calls of the kind of this one in this workspace, with a stream's handle, if they may be
         launched without another look: see `iris.ops.known`."""
         return None

@@ -33,7 +33,7 @@ from iris.ops.grouped.launch import enqueue
 from iris.ops.grouped.quantise import quantise
 from iris.ops.grouped.stages import PROGRESS_WORDS, Progress, progress_of
 from iris.runtime.launch import remember
-from iris.runtime.template import kind_of
+from iris.runtime.template import kinds_of
 
 NAME, LAYOUT = "experts_mlp", "compact"
 
@@ -218,7 +218,7 @@ def _kind_of(call: MlpCall, context: CollectivesContext) -> tuple | None:
     ep = call.experts
     if not isinstance(ep, ExpertParallel) or ep._calls.context is not context or not _is_text(call.activation):
         return None
-    kinds = kind_of((call.out, call.x, call.w_up, call.w_down))
+    kinds = kinds_of((call.out, call.x, call.w_up, call.w_down))
     scales = call.x_scales, call.scale_up, call.scale_down
     if (
         kinds is None

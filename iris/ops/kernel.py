@@ -138,7 +138,7 @@ class Kernels(Algorithm):
         if kept is not None:
             self._keep_gathered(kept, buffers)
 
-    def again(self, call: Call, config: FusedConfig, buffers: Buffers) -> "Relaunch | None":
+    def relaunch(self, call: Call, config: FusedConfig, buffers: Buffers) -> "Relaunch | None":
         # Where peers store the result may differ from call to call.
         kept = call.gathered
         if call.name in STORED_BY_PEERS or not (kept is None or call.name == GATHERS_ROWS and kept.is_contiguous()):

@@ -4,12 +4,11 @@ from typing import NamedTuple
 
 import torch
 
+from iris.ccl.kernel_launch import INTEGERS
 from iris.ccl.lamport_channel import SLOTS
 from iris.ops.kernel_arguments import NormChannel, ShardedNormChannel
 from iris.ops.row_division import BY_OWNER, STEPS
 from iris.runtime.workspace import Channel
-
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class NormLayout(NamedTuple):
@@ -59,7 +58,7 @@ class NormLayout(NamedTuple):
     def channel(self, channel: Channel) -> NormChannel | ShardedNormChannel:
         """As a kernel takes it."""
         memory, sent = channel.memory, self.slot_bytes
-        parts = memory[: self.part_bytes].view(WORDS[self.itemsize])
+        parts = memory[: self.part_bytes].view(INTEGERS[self.itemsize])
         messages = memory[sent : self.epochs.start].view(torch.int64)
         partials, epochs = messages[: 2 * self.units], memory[self.epochs].view(torch.int32)
         if self.variant != BY_OWNER:
@@ -69,6 +68,6 @@ class NormLayout(NamedTuple):
             epochs,
             partials,
             parts,
-            results=memory[self.part_bytes : sent].view(WORDS[self.out_itemsize]),
+            results=memory[self.part_bytes : sent].view(INTEGERS[self.out_itemsize]),
             factors=messages[2 * self.units :],
         )

@@ -37,9 +37,10 @@ LAYOUTS = (REPLICATED, SHARDED)
 TWO_SHOT = "two_shot_push"
 KERNELS = {"one_shot": one_shot_rms_norm, TWO_SHOT: two_shot_rms_norm, BY_OWNER: sharded_rms_norm}
 
-# Bytes of the rows of a launch, if there is one behind the other. So two H200 take 4.0 to 4.3 us a MiB of any number of
-# rows, where an all-reduce of all and a kernel behind it took 4.7 to 5.8. Not with more ranks: on 4 H200 larger sums
-# are faster, 39 us for 8 MiB of 64 and 49 for 8 alone.
+# The fewest bytes of rows that are worth a launch of their own, where many rows are normalised by several launches.
+# Each has as many rows as there is memory for, which are 8 MiB on two H200. So these take 4.0 to 4.3 us a MiB of any
+# number of rows, where an all-reduce of all and a kernel behind it took 4.7 to 5.8. Not with more ranks: on 4 H200
+# larger sums are faster, 39 us for 8 MiB of 64 and 49 for 8 alone.
 LEAST_AT_A_TIME = 4 << 20
 
 # Memory that stays free behind a call's, as a multiple of it, for calls of fewer rows. Without that, many rows of
@@ -258,7 +259,9 @@ class AllReduceRmsNorm:
         # Results are their own flags, as in `iris.ccl.one_shot`.
         if self._context.num_hosts == 1 and own.out.dtype in LAMPORT:
             launch = self._in_one_kernel(own, BY_OWNER, line)
-            while launch is None and some // 2 * size * own.columns * own.input.itemsize >= LEAST_AT_A_TIME:
+            row = size * own.columns * own.input.itemsize
+            # Between more ranks that was not measured.
+            while launch is None and size == 2 and some // 2 * row >= LEAST_AT_A_TIME:
                 some //= 2
                 launch = self._in_one_kernel(own.of(slice(0, some)), BY_OWNER, line)
         if launch is None:

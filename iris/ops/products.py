@@ -21,7 +21,7 @@ from iris.ops.call import Algorithm, Call, described
 from iris.ops.choose import allows_tf32, choose, figures_for
 from iris.ops.config import FusedConfig
 from iris.ops.kernel import most_programs
-from iris.ops.known import KnownCalls, kind_of
+from iris.ops.known import KnownCalls, kind_of_call
 from iris.ops.workspaces import Workspaces
 from iris.runtime.launch import remember
 
@@ -55,16 +55,16 @@ class Products:
                 return self._run(call, config, async_op, workspace)
         kind = None
         if workspace is None and not (DEBUGGING or self._on_gpu and is_current_stream_capturing()):
-            kind = kind_of(call, config)
+            kind = kind_of_call(call, config)
         stream = current_raw_stream(self._context.gpu_id) if self._on_gpu else None
-        again = self._known.find(call, kind, stream)
-        if again is None:
+        relaunch = self._known.find(call, kind, stream)
+        if relaunch is None:
             self._look_and_enqueue(call, config, workspace, kind, stream)
         else:
             self._context.heap.check_open()
             self._abort_flag.check()
             try:
-                again(call, stream)
+                relaunch(call, stream)
             except BaseException as error:
                 self._interrupted(call.name, error)
                 raise
@@ -97,10 +97,10 @@ class Products:
             elif call.out.numel():
                 buffers = self._workspaces.find(needs, stream) if workspace is None else workspace
                 algorithm.enqueue(call, config, buffers, stream)
-                copied = any(one is not other for one, other in zip(call, given, strict=True))
-                again = None if copied or kind is None else algorithm.again(call, config, buffers)
-                if again is not None and kind is not None:
-                    self._known.remember(call, kind, stream, again)
+                if kind is not None and not self._known.has(kind, stream):
+                    copied = any(one is not other for one, other in zip(call, given, strict=True))
+                    relaunch = None if copied else algorithm.relaunch(call, config, buffers)
+                    self._known.remember(call, kind, stream, relaunch)
         except BaseException as error:
             self._interrupted(call.name, error)
             raise

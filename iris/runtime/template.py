@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from iris import simulator
 from iris.runtime.launch import addresses
 
-Slot = Callable[[Sequence[torch.Tensor]], Any]
+Argument = Callable[[Sequence[torch.Tensor]], Any]
 Template = Callable[[Sequence[torch.Tensor]], tuple]
 """What a prepared launch takes, of a call's own tensors, which the caller keeps alive."""
 
@@ -20,7 +20,7 @@ Template = Callable[[Sequence[torch.Tensor]], tuple]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def kind_of(tensors: Sequence[torch.Tensor | None]) -> tuple | None:
+def kinds_of(tensors: Sequence[torch.Tensor | None]) -> tuple | None:
     """What tensors have in common that are checked and launched alike; None where one has to be looked at each time.
 
     Alike are those of one dtype, shape, strides and device, whose addresses have the same remainders of 16. What is
@@ -42,7 +42,7 @@ def kind_of(tensors: Sequence[torch.Tensor | None]) -> tuple | None:
 
 
 def template_of(arguments: tuple, own: Sequence[torch.Tensor]) -> Template | None:
-    """That of calls like the one whose ``arguments`` these are, with tensors of the same `kind_of` as ``own``.
+    """That of calls like the one whose ``arguments`` these are, with tensors of the same `kinds_of` as ``own``.
 
     All tensors of ``arguments`` that are not ``own`` have to be there in later calls, too. None where tensors cannot be
     told from each other by their addresses, or where one is no argument itself, as where a kernel is given a copy.
@@ -65,7 +65,7 @@ def template_of(arguments: tuple, own: Sequence[torch.Tensor]) -> Template | Non
     return fill
 
 
-def _slot(argument: Any, places: dict[int, int], used: set[int]) -> Slot | None:
+def _slot(argument: Any, places: dict[int, int], used: set[int]) -> Argument | None:
     """What makes an argument of a call's tensors; None if it has none of them. Adds those that it has to ``used``."""
     if isinstance(argument, tuple):
         return _slot_of_tuple(argument, [_slot(field, places, used) for field in argument])
@@ -79,7 +79,7 @@ def _slot(argument: Any, places: dict[int, int], used: set[int]) -> Slot | None:
     return (lambda own: own[number]) if simulator.ACTIVE else (lambda own: own[number].data_ptr())
 
 
-def _slot_of_map(argument: TensorDescriptor, number: int) -> Slot:
+def _slot_of_map(argument: TensorDescriptor, number: int) -> Argument:
     # To make one, with all that Triton checks of it, takes the host as long as a launch.
     kind, fields = type(argument), {**vars(argument), "base": None}
 
@@ -92,7 +92,7 @@ def _slot_of_map(argument: TensorDescriptor, number: int) -> Slot:
     return fill
 
 
-def _slot_of_tuple(argument: tuple, slots: list[Slot | None]) -> Slot | None:
+def _slot_of_tuple(argument: tuple, slots: list[Argument | None]) -> Argument | None:
     if not any(slots):
         return None
     fixed = addresses(tuple([None if slot else field for field, slot in zip(argument, slots, strict=True)]))

@@ -129,9 +129,8 @@ def test_rows_that_are_divided_on_the_way(ranks, low_latency, quantize):
     ranks.run(divided, ranks.hosts, low_latency, quantize)
 
 
-@pytest.mark.thorough
 @pytest.mark.ranks(*FEWER_HOSTS)
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("narrow", [False, thorough(True)])
 def test_a_whole_layer(ranks, narrow):
     if narrow:
         ranks.run(over_hosts, ranks.hosts, test_experts_mlp.narrow_results, "uneven", "blocks", "rounded on the way")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from covering import EVERYTHING, thorough
 
 from experts.layers import E_EACH, ROUTINGS, WEIGHTS, Layer, both_forms, done_with, experts
-from iris.experts import ExpertsConfig
+from iris.experts import ExpertsConfig, memory
 from iris.simulator import grid
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -115,6 +115,17 @@ def wide_rows(ctx, low_latency, hidden, max_tokens):
 @pytest.mark.parametrize(("hidden", "max_tokens"), [thorough(4099, 3), (1024, 1), (768, 2)])
 def test_wide_rows(ranks, low_latency, hidden, max_tokens):
     ranks.run(wide_rows, low_latency, hidden, max_tokens)
+
+
+def rows_in_pieces(ctx, *case):
+    """Of each row combine adds up a few columns at a time."""
+    with mock.patch.object(memory, "ADDED_BYTES", 32):
+        wide_rows(ctx, *case)
+
+
+@pytest.mark.ranks(2)
+def test_rows_that_are_added_up_in_pieces(ranks):
+    ranks.run(rows_in_pieces, False, 100, 3)
 
 
 def host_counts(ctx):

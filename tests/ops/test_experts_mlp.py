@@ -149,6 +149,8 @@ def narrow_results(ctx, routing, scales, given):
         expected = weights.expected(exact, ids, factors)
         off, size = (torch.linalg.vector_norm(each, dim=1) for each in (out.double() - expected, expected))
         assert (off <= 0.05 * size).all(), (off / size).max()
+        if ACTIVE:
+            assert off.norm() <= 0.01 * size.norm()
     done_with(ctx, ep)
 
 

@@ -58,8 +58,7 @@ def fp8_hopper_cases():
 
 
 # What runs the kernels of another one, with the same dtypes.
-ALIKE = [("matmul_reduce_scatter", True), ("matmul_all_gather", False), ("matmul_all_reduce", False)]
-ALIKE += [("all_gather_matmul", True), ("matmul_all_gather", True)]
+ALIKE = [("matmul_reduce_scatter", True), ("matmul_all_reduce", False)]
 
 
 @pytest.mark.ranks(*(RANKS if EVERYTHING else (2,)))

@@ -40,9 +40,8 @@ def check(ctx, gather_dim, shape, dtype, way, layout_a, layout, heap):
     ctx.barrier()
 
 
-@pytest.mark.thorough  # which those below multiply too
 @pytest.mark.ranks(*RANKS)
-@pytest.mark.parametrize("gather_dim", ["m", "k"])
+@pytest.mark.parametrize("gather_dim", [thorough("m"), "k"])  # rows of all ranks are below, too
 def test_rows_and_columns_of_all_ranks(ranks, gather_dim):
     ways = [*WAYS, "copies"] if gather_dim == "m" else WAYS
     for case in sample(SHAPES, DTYPES, ways, LAYOUTS, LAYOUTS, [False, True]):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from covering import thorough
 
-from iris.errors import InvalidCollectiveError
+import iris
+from iris.errors import GroupAbortedError, HeapClosedError, InvalidCollectiveError
 from iris.ops import FusedConfig
 from iris.ops.call import Call
 from iris.ops.grouped import launch as grouped
@@ -48,6 +49,9 @@ def repeat(ctx, name, way, biased):
     with pytest.raises(InvalidCollectiveError, match="out and A overlap"):
         overlapping = where[: out.numel()].view_as(out), where[: a.numel()].view_as(a)
         getattr(ctx.ops, name)(*overlapping, b, bias, **options, config=CONFIGS[way])
+    with mock.patch.object(ctx.ops._abort_flag, "check", side_effect=GroupAbortedError((0, 1), "It is broken.")):
+        with pytest.raises(GroupAbortedError, match="It is broken"):
+            getattr(ctx.ops, name)(out, a, b, bias, **options, config=CONFIGS[way])
     before = out.clone()
     ctx.barrier()
     ctx.ops.close()
@@ -71,6 +75,21 @@ def test_calls_like_an_earlier_one(ranks, name, way, biased):
     if torch.version.hip and way == "Hopper":
         pytest.skip("Hopper's kernel")
     ranks.run(repeat, name, way, biased)
+
+
+def behind_the_end(_):
+    """Of a context of its own, whose memory is gone."""
+    with iris.iris(1 << 20) as ctx:
+        given = [arguments(ctx, "all_gather_matmul", call, False)[2] for call in range(2)]
+        for tensors in given:
+            ctx.ops.all_gather_matmul(*tensors, config=CONFIGS["fused"])
+    with pytest.raises(HeapClosedError):
+        ctx.ops.all_gather_matmul(*given[0], config=CONFIGS["fused"])
+
+
+@pytest.mark.ranks(2, exactly=True)
+def test_a_known_call_of_a_closed_context(ranks):
+    ranks.run(behind_the_end)
 
 
 def square(ctx):

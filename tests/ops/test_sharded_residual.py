@@ -1,6 +1,7 @@
 """all_reduce_rms_norm whose residual is kept by the ranks that own its rows: in one kernel, or in three steps."""
 
 import contextlib
+import random
 import time
 from unittest import mock
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import EVERYTHING, RANKS, covering, thorough
+from hesitation import hesitant
 from patterns import assert_same_bits
 from rank_pool import Hosts, needs_gloo
 
@@ -76,21 +78,23 @@ def test_bits_are_the_same_on_all_ranks(ranks):
 
 
 def one_after_the_other(ctx, calls):
-    """Calls of other kinds and numbers of rows, with no meeting of the hosts; in each a rank is late."""
+    """Calls of other kinds, layouts and numbers of rows, with no meeting of the hosts; in each a rank is late."""
     columns, weight = 1056, torch.ones(1056, dtype=BF16, device=ctx.device)
     wanted = []
-    for call in range(calls):
-        shape = ((1, 3, 1, 4)[call // 4 % 4] * ctx.num_ranks, columns)
-        everyone = inputs(ctx, call, shape, BF16)
-        by_row, eps = call % 4 == 0, (1, 1e-5)[call % 2]
-        out = torch.empty(shape, dtype=E4M3 if by_row else BF16, device=ctx.device)
-        factors = torch.empty(shape[0], device=ctx.device) if by_row else None
-        if call % ctx.num_ranks == ctx.cur_rank:
-            time.sleep(0.02)
-        given = everyone[ctx.cur_rank].to(ctx.device)
-        ctx.ops.all_reduce_rms_norm(out, given, weight, eps, row_scales=factors, residual_layout="sharded")
-        x = sum(each.float() for each in everyone).to(BF16).double()
-        wanted.append((x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), out, factors))
+    with hesitant(ctx, random.Random(ctx.cur_rank), chance=0.03):
+        for call in range(calls):
+            shape = ((1, 3, 1, 4)[call // 4 % 4] * ctx.num_ranks, columns)
+            # With an eps as large as this, a row's factor is larger from call to call.
+            everyone = [each * (1 + 3 * call) for each in inputs(ctx, call, shape, BF16)]
+            by_row, eps = call % 4 > 0, (1e4, 2e4)[call % 2]
+            out = torch.empty(shape, dtype=E4M3 if by_row else BF16, device=ctx.device)
+            factors = torch.empty(shape[0], device=ctx.device) if by_row else None
+            if call % ctx.num_ranks == ctx.cur_rank:
+                time.sleep(0.02)
+            given, layout = everyone[ctx.cur_rank].to(ctx.device), "replicated" if call % 5 == 4 else "sharded"
+            ctx.ops.all_reduce_rms_norm(out, given, weight, eps, row_scales=factors, residual_layout=layout)
+            x = sum(each.float() for each in everyone).to(BF16).double()
+            wanted.append((x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), out, factors))
     for exact, out, factors in wanted:
         factor = 1 if factors is None else factors.cpu().double()[:, None]
         rtol, atol = tolerance(out.dtype, float(torch.as_tensor(factor).max()))

@@ -23,7 +23,7 @@ from iris.ops.kernel import SIMULATED_PROGRAMS
 from iris.ops.kernel_arguments import Tiling, by_name
 from iris.ops.portable import TritonKernels
 from iris.runtime.launch import addresses, prepare, remember
-from iris.runtime.template import Template, kind_of, template_of
+from iris.runtime.template import Template, kinds_of, template_of
 
 # Of so many programs one ends before the others, where another kernel begins beside them.
 LEAVING = 8
@@ -233,7 +233,7 @@ def _alike(call: GroupedCall, config: FusedConfig | None, own: Sequence[torch.Te
     # Without a config, products of float32 are in the precision that torch's are in then.
     if call.progress or call.scale_a is not None or call.scale_b is not None or call.mat_a.dtype is torch.float32:
         return None
-    kinds = kind_of(own)
+    kinds = kinds_of(own)
     return None if kinds is None else (kinds, config, call.activation)
 
 
