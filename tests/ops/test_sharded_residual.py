@@ -28,7 +28,8 @@ RESULTS = [(None, None), (E4M3, "by row"), (E4M3, "given"), (E5M2, None)]
 def in_one_kernel(ctx, each, columns, *case):
     """Rows that several programs share, and more rows than programs; twice, or each slot and one again."""
     rounds(ctx, "two_shot", (ctx.num_ranks * each, columns), *case, layout="sharded")
-    if ctx.num_ranks > 1 and ctx.num_hosts == 1:
+    # Of float32 a thread has no registers for the parts of five ranks and more.
+    if ctx.num_hosts == 1 and 1 < ctx.num_ranks <= (4 if case[0] is FP32 else 8):
         said = " ".join(ctx.ccl.communicator().workspace.progress())
         assert f"of {columns} {case[0]} by owners" in said
 
