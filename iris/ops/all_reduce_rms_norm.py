@@ -44,8 +44,8 @@ def normalise(
 
     ``x``: sums and residuals; ``gain``: the weight. ``squares``: the sum of x * x over the row, ``peak``: the largest
     absolute value of x * gain; ``divisor``: the given scale. ``leads``: this program writes what a row has once.
-    ``LARGEST``: of what ``out`` can hold, if that is fp8; else 0. Returns what it has stored to ``out``, and the row's
-    factor: 1 if it has none.
+    ``LARGEST``: of what ``out`` can hold, if that is fp8; else 0. Returns what the caller stores to ``out``, and the
+    row's factor: 1 if it has none.
     """
     shrink = tl.rsqrt(squares / H + eps)
     y = x * shrink * gain
@@ -60,11 +60,9 @@ def normalise(
     if LARGEST > 0:
         y = tl.maximum(y, -LARGEST, propagate_nan=PROPAGATE)
         y = tl.minimum(y, LARGEST, propagate_nan=PROPAGATE)
-    y = y.to(tensors.out.dtype.element_ty)
-    tl.store(tensors.out + at, y, mask=inside)
     if tensors.residual is not None:
         tl.store(tensors.residual + at, x.to(tensors.residual.dtype.element_ty), mask=inside)
-    return y, factor
+    return y.to(tensors.out.dtype.element_ty), factor
 
 
 @triton.jit
@@ -174,7 +172,7 @@ def one_shot_rms_norm(
             rank=rank,
             record=ctx._record(),
         )
-        normalise(
+        y, _ = normalise(
             tensors,
             at,
             inside,
@@ -189,6 +187,7 @@ def one_shot_rms_norm(
             H=H,
             LARGEST=LARGEST,
         )
+        tl.store(tensors.out + at, y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -292,7 +291,7 @@ def two_shot_rms_norm(
                 rank=rank,
                 record=ctx._record(),
             )
-            normalise(
+            y, _ = normalise(
                 tensors,
                 at,
                 inside,
@@ -307,6 +306,7 @@ def two_shot_rms_norm(
                 H=H,
                 LARGEST=LARGEST,
             )
+            tl.store(tensors.out + at, y, mask=inside)
             store_after_sync(epochs + done, (epoch + 1) % SLOTS)
 
 
@@ -326,7 +326,7 @@ def rms_norm(tensors, rows, eps, H: tl.constexpr, ROW: tl.constexpr, LARGEST: tl
         added = load_or_zero(tensors.residual, at, inside).to(tl.float32)
         x = tl.load(tensors.input + at, mask=inside, other=0).to(tl.float32) + added
         peak = tl.max(tl.abs(x * gain), axis=0) if tensors.row_scales is not None else 0.0
-        normalise(
+        y, _ = normalise(
             tensors,
             at,
             inside,
@@ -341,3 +341,4 @@ def rms_norm(tensors, rows, eps, H: tl.constexpr, ROW: tl.constexpr, LARGEST: tl
             H=H,
             LARGEST=LARGEST,
         )
+        tl.store(tensors.out + at, y, mask=inside)
