@@ -54,12 +54,13 @@ def await_ends(ctx, slot, call, statistics, EXTENTS: tl.constexpr):
     peer = tl.arange(0, EXTENTS.RANKS)
     others = (peer < EXTENTS.W) & (peer != ctx.cur_rank)
     if statistics is not None:
-        # One rank behind the other, so that time is of one of them.
+        # One rank behind the other, so that time is of one of them, and until all threads have their words.
         for source in tl.static_range(W):
             begun = begin_wait(statistics)
             ll_recv_shared(
                 (slot.over + peer,), call, (others & (peer == source),), sources=(peer,), record=ctx._record()
             )
+            cta_sync()
             end_combine_wait(statistics, source, begun)
     ll_recv_shared((slot.over + peer,), call, (others,), sources=(peer,), record=ctx._record())
 
