@@ -16,7 +16,7 @@ def is_in_wait(file: str, line: int) -> bool:
 
 
 def comparison_at(file: str, line: int) -> spinning.Comparison | None:
-    """That of a loop that spins, if it compares what the one ``item()`` of this line gives, and does no more with it."""
+    """That of a loop that spins, if all that it does with the one ``item()`` of this line is to compare it."""
     return _loops(file).comparisons.get(line)
 
 
