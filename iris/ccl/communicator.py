@@ -117,7 +117,7 @@ class Communicator:
         self.regions = 1
 
         def introduce() -> tuple[str, str, int, int, int | str]:
-            kind = kind_of(self.device)
+            kind = gpu_name(self.device)
             self.table, self.figures = load_table(kind, self.size), figures.find(kind).figures
             return kind, digest(self.table, asdict(self.figures)), num_sms, largest_cluster(), architecture()
 
@@ -281,8 +281,8 @@ def _describe_counts(rank: int, size: int, counts: np.ndarray) -> str:
     return f"blocks sent to each rank {sent}, got from each {got}; calls that read in place {calls[rank]}"
 
 
-def kind_of(device: torch.device) -> str:
-    """Which kind of GPU it is: those of one kind are equally fast."""
+def gpu_name(device: torch.device) -> str:
+    """The name of the GPU, by which tables of measurements have it, or "simulator"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "simulator"
 
 

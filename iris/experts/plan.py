@@ -157,8 +157,8 @@ class Plans:
         return self._views[format]
 
 
-def kind_of(tensor: Any) -> Any:
-    """What a plan depends on of a tensor, or of None."""
+def dtype_shape_device(tensor: Any) -> Any:
+    """Of a tensor: what a plan depends on. None of None, and `UNCOMMON` of what has to be looked at in each call."""
     if tensor is None:
         return None
     if (

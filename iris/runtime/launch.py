@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris import simulator
 from iris.compat import triton_jit
@@ -123,8 +124,10 @@ def enqueue(
     to call. ``device``: its number, None in the simulator.
     """
     changing = getattr(kernel, "do_not_specialize", None) or ()
-    kinds = [None if name in changing else kind_of(each) for name, each in zip(kernel.arg_names, args, strict=True)]
-    key = (id(kernel), grid, device, num_warps, *kinds)
+    specialized = [
+        None if name in changing else specialization_of(each) for name, each in zip(kernel.arg_names, args, strict=True)
+    ]
+    key = (id(kernel), grid, device, num_warps, *specialized)
     run = _prepared.get(key)
     if run is None:
         run = prepare(kernel, grid, *args, num_warps=num_warps)
@@ -133,10 +136,15 @@ def enqueue(
         run(None if device is None else current_raw_stream(device), addresses(args))
 
 
-def kind_of(argument: Any) -> Any:
-    """What of an argument a prepared launch is for."""
+def specialization_of(argument: Any) -> Any:
+    """What a prepared launch is specialised for: a tensor's dtype and its address modulo 16, a number's value.
+
+    Of a tensor map, dtype and block. Of a tuple, this of each field.
+    """
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     if isinstance(argument, tuple):
-        return tuple([kind_of(field) for field in argument])
+        return tuple([specialization_of(field) for field in argument])
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
     return argument
