@@ -24,11 +24,11 @@ def prepare(
 ) -> Callable[..., None]:
     """Compile and load ``kernel`` for ``args`` now; the result, called with a stream's handle and args, launches it.
 
-    The host neither synchronises nor compiles in the launches themselves. They may have other arguments of the same
-    kinds: numbers of the same divisibility by 16, and in the place of a tensor another of the same dtype and
-    divisibility of its address, or that address as a number; in the place of a tuple, one with such fields. Whoever
-    launches keeps what is behind an address alive. In the simulator, which has no streams, the handle is None, and
-    tensors stay tensors.
+    The host neither synchronises nor compiles in the launches themselves. They may have other arguments for which the
+    JIT makes the same code: numbers of the same divisibility by 16; for a tensor another of the same dtype whose
+    address has the same divisibility, or that address as a number; for a tuple, one with such fields. Whoever launches
+    keeps the memory at an address alive. In the simulator, which has no streams, the handle is None, and tensors stay
+    tensors.
 
     Where the GPU can, a launch begins while the one before it on the stream ends, so the kernel waits before it touches
     memory: `gdc_wait` of `iris.language.dependent_launch`. ``early``: False for a launch that must not, since it
@@ -66,7 +66,7 @@ def _divide_memory(function: int) -> None:
 
 
 def registers(kernel: Any, grid: tuple[int, int, int], *args: Any, early: bool = True, **options: int) -> int:
-    """What a thread takes of them if `prepare` is given the same; on a GPU."""
+    """How many registers a thread has in a launch for which `prepare` is given the same; on a GPU."""
     return _load(kernel, grid, args, early, options).registers
 
 
@@ -80,7 +80,7 @@ def _load(
 
 
 def remember(known: dict, key: Any, value: Any) -> None:
-    """For the next calls like this one; of a program whose shapes always change, the last few."""
+    """Keep ``value`` for later calls. A full cache is emptied, as in a program whose shapes always change."""
     if len(known) == LAUNCH_CACHE_SIZE:
         known.clear()
     known[key] = value
