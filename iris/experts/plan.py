@@ -157,8 +157,12 @@ class Plans:
         return self._views[format]
 
 
-def dtype_shape_device(tensor: Any) -> Any:
-    """Of a tensor: what a plan depends on. None of None, and `UNCOMMON` of what has to be looked at in each call."""
+def dtypes_and_shapes(*tensors: Any) -> tuple:
+    """What a plan depends on of each: its dtype, shape and device; None for None, `UNCOMMON` for an unusual tensor."""
+    return tuple([_dtype_and_shape(each) for each in tensors])
+
+
+def _dtype_and_shape(tensor: Any) -> Any:
     if tensor is None:
         return None
     if (
