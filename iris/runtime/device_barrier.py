@@ -20,7 +20,7 @@ FLAGS = "flags of device_barrier()"
 
 @triton.jit
 def _barrier_kernel(context_tensor, flags):
-    # Behind gdc_wait() the kernels before this one are complete. The barrier's release is cumulative: it covers their
+    # After gdc_wait() the kernels before this one are complete. The barrier's release is cumulative: it covers their
     # stores, too. Its acquire comes before the kernels that follow on the stream.
     ctx = DeviceContext.initialize(context_tensor)
     gdc_wait()

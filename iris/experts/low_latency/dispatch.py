@@ -22,7 +22,7 @@ a token. With T tokens at a time, the programs of token t serve t, t + T, ... of
    stores that to the experts' places, and clears the message. Own rows have gone nowhere.
 
 Nothing is waited for in step 1, so it is over on every rank whose programs are resident; there are fewer of these than
-multiprocessors. Step 1 and the others may be launches of their own, one behind the other (``async_op=True``): then a
+multiprocessors. Step 1 and the others may be launches of their own, one after the other (``async_op=True``): then a
 program loads its slices anew. Steps 2 and 3: `iris.experts.low_latency.placing`. Who writes which word, and why it may
 be written again: `iris.experts.low_latency.memory`.
 """

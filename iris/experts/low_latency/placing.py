@@ -117,7 +117,7 @@ def find_places(ctx, slot, layout, statistics, token, alignment, call, EXTENTS: 
     at = (source * EXTENTS.M + token) * EXTENTS.K + k
     ptrs = (slot.counts + counting * EXTENTS.LOCAL + local, slot.choices + at)
     if statistics is not None:
-        # One rank behind the other, so that time is of one of them.
+        # One rank after the other, so that the time of each wait is that of one rank.
         W: tl.constexpr = EXTENTS.W
         for rank in tl.static_range(W):
             begun = begin_wait(statistics)
