@@ -26,8 +26,8 @@ def wait_of_host(frame: FrameType | None) -> Wait | None:
 
     This is the only place where Iris reads a program's variables: the sanitizer sees the look, but not what the program
     compares the value with. Without that, a host that waits for the first of three chunks and reads the third would
-    pass whenever all three have come. To put another function in the place of `torch.Tensor.item`, which would see the
-    comparison, is no way out: torch.compile could not trace that one with ``fullgraph=True``.
+    pass whenever all three have come. Replacing `torch.Tensor.item` by a function whose result sees the comparison is
+    no way out: torch.compile cannot trace that function with ``fullgraph=True``.
     """
     while frame is not None and lines.owner(frame.f_code) == lines.OTHER:
         frame = frame.f_back
