@@ -117,8 +117,8 @@ def find_places(ctx, slot, layout, statistics, token, alignment, call, EXTENTS: 
     at = (source * EXTENTS.M + token) * EXTENTS.K + k
     ptrs = (slot.counts + counting * EXTENTS.LOCAL + local, slot.choices + at)
     if statistics is not None:
-        # One rank behind the other, so that time is of one of them. Threads wait for words of their own, and one takes
-        # the time: when all have theirs.
+        # One rank after the other, so that the time of each wait is that of one rank. Each thread waits for its own
+        # words, and one takes the time: when all threads have theirs.
         W: tl.constexpr = EXTENTS.W
         for rank in tl.static_range(W):
             begun = begin_wait(statistics)
