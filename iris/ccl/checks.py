@@ -139,7 +139,7 @@ def check_overlap(name: str, output: torch.Tensor, input: torch.Tensor) -> None:
     begin, start = output.data_ptr(), input.data_ptr()
     if start >= begin + output.nbytes:
         return
-    if begin < start + extent(input):
+    if begin < start + (input.nbytes if input.is_contiguous() else extent(input)):
         raise InvalidCollectiveError(
             f"Input and output of {name}() overlap in memory, in a way that it does not allow: results would be "
             "written over what has not been read. Give it an output of its own."

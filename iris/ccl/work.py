@@ -9,11 +9,12 @@ from iris.operators.graph_break import methods_break_graph
 class Work:
     """A collective that has been enqueued on a stream. Methods as those of ``torch.distributed.Work``."""
 
-    def __init__(self, on_gpu: bool) -> None:
+    def __init__(self, on_gpu: bool, stream: torch.cuda.Stream | None = None) -> None:
+        """``stream``: the current one, if the caller has it at hand."""
         self._event: torch.cuda.Event | None = None
         if on_gpu:
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(stream)
 
     def wait(self, timeout: object = None) -> bool:
         """Let the current stream wait for the collective; the host does not wait."""

@@ -1,7 +1,8 @@
 """How a method of `iris.distributed` becomes a call on a stream, and the handles of torch.distributed it returns."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -23,16 +24,21 @@ from iris.simulator.streams import Enqueued
 
 # Enough for most of the link's bandwidth.
 BESIDE_COMPUTATION = Config(comm_sms=32)
+AS_IT_IS = contextlib.nullcontext()
 
 
 class EnqueuedWork(Work, dist.Work):
-    """A call that has been enqueued on the current stream, and the tensors that it writes."""
+    """A call that has been enqueued on the current stream, and the tensors that it writes.
 
-    def __init__(self, outputs: Any, device: torch.device) -> None:
+    ``followed``: whether only what is behind the call on that stream will wait for it, so that there is nothing to do.
+    """
+
+    def __init__(self, outputs: Any, device: torch.device, followed: bool = False) -> None:
         dist.Work.__init__(self)
-        Work.__init__(self, device.type == "cuda")
+        has_event = device.type == "cuda" and not followed
         self._outputs, self._device = outputs, device
-        self._stream = torch.cuda.current_stream(device) if self._event else None
+        self._stream = torch.cuda.current_stream(device) if has_event else None
+        Work.__init__(self, has_event, self._stream)
 
     def wait(self, timeout: object = None) -> bool:
         """Let the current stream wait for the call; the host does not wait."""
@@ -182,14 +188,24 @@ class BarrierWork(EnqueuedWork):
         return True
 
 
-class _BesideComputation:
+class BesideComputation:
     """``ccl`` for calls that the program does not wait for at once: on few multiprocessors, the rest computes."""
 
     def __init__(self, ccl: Collectives) -> None:
         self._ccl = ccl
 
     def __getattr__(self, call: str) -> Callable[..., Any]:
-        return functools.partial(getattr(self._ccl, call), config=BESIDE_COMPUTATION)
+        configured = functools.partial(getattr(self._ccl, call), config=BESIDE_COMPUTATION)
+        setattr(self, call, configured)  # for the next time
+        return configured
+
+
+def beside_computation(group: Any, ccl: Collectives) -> Collectives | BesideComputation:
+    """The one of a group whose ``ccl`` this is."""
+    if group.beside_computation is None:
+        # Over hosts each step is chosen, and takes no configuration.
+        group.beside_computation = ccl if isinstance(ccl, CollectivesOverHosts) else BesideComputation(ccl)
+    return group.beside_computation
 
 
 def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
@@ -204,56 +220,49 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
     @breaks_graph("a process group's calls are for the host")
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        values = [*args, *kwargs.values()]
-        tensors = list(tensors_in(values))
+        values = (*args, *kwargs.values()) if kwargs else args
+        tensors = tensors_in(values)
         device = tensors[0].device
         if device.type != self.device_type:
             return getattr(self._beside(device), method.__name__)(*args, **kwargs)
-        whole: Collectives = self.context(device, method.__name__).ccl
-        ccl: Collectives | _BesideComputation = whole
-        stream: torch.cuda.Stream | None = None
-        asynchronous = any(getattr(value, "asyncOp", False) for value in values)
-        if asynchronous:
-            stream = self.stream_for("collectives", device)
+        context = self.context(device, method.__name__)
+        # Not all calls have options that say so.
+        asked: bool | None = None
+        for value in values:
+            asked = getattr(value, "asyncOp", asked)
+        stream = self.stream_for("collectives", device) if asked else None
         # Who asks a group for memory has streams of its own, as FSDP2 does.
-        beside = asynchronous or any(map(is_handed_out, tensors))
-        # Over hosts each step is chosen, and takes no configuration.
-        if beside and not isinstance(whole, CollectivesOverHosts):
-            ccl = _BesideComputation(whole)
+        beside = asked or any(map(is_handed_out, tensors))
+        ccl = beside_computation(self, context.ccl) if beside else context.ccl
 
-        given = functools.partial(_enqueue, method, self, ccl, stream, device, tensors, args, kwargs)
-        if not asynchronous or observer.recorder is None:
-            return given()
-        enqueue, sign = observer.beside(method.__name__, self, given, in_thread=False)
-        return sign(enqueue())
+        def enqueue() -> EnqueuedWork:
+            # Parameters require gradients, and are written all the same. To enter these contexts in vain takes the host
+            # as long as the call.
+            writes = torch.no_grad() if torch.is_grad_enabled() else AS_IT_IS
+            with writes, AS_IT_IS if stream is None else torch.cuda.stream(stream):
+                outputs = method(self, ccl, *args, **kwargs)
+                if stream is not None:
+                    self.keep_for(tensors, stream)
+                # torch waits at once for what was not asked for with async_op=True.
+                return EnqueuedWork(outputs, device, followed=asked is False)
+
+        if not asked or observer.recorder is None:
+            return enqueue()
+        recorded, sign = observer.beside(method.__name__, self, enqueue, in_thread=False)
+        return sign(recorded())
 
     return call
 
 
-def _enqueue(
-    method: Callable[..., Any],
-    group: Any,
-    ccl: Collectives | _BesideComputation,
-    stream: torch.cuda.Stream | None,
-    device: torch.device,
-    tensors: list[Tensor],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> EnqueuedWork:
-    # Parameters require gradients, and are written all the same.
-    with torch.no_grad(), torch.cuda.stream(stream):
-        outputs = method(group, ccl, *args, **kwargs)
-        group.keep_for(tensors, stream)
-        return EnqueuedWork(outputs, device)
-
-
-def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Sequence[Any]) -> list[Tensor]:
     """All tensors in nested sequences."""
+    found: list[Tensor] = []
     for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
-        elif isinstance(value, Tensor):
-            yield value
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
 
 
 def flat(parts: Sequence[Tensor]) -> Tensor:
@@ -281,7 +290,7 @@ def check_splits(role: str, tensor: Tensor, rows: Sequence[int], size: int) -> N
 
 
 def exchange(
-    ccl: Collectives | _BesideComputation, output: Tensor, input: Tensor, receive: list[int], send: list[int]
+    ccl: Collectives | BesideComputation, output: Tensor, input: Tensor, receive: list[int], send: list[int]
 ) -> None:
     """Counts of elements, a rank each; what is for or from a rank lies behind that of the rank before."""
     if (

@@ -40,6 +40,8 @@ class ProcessGroupBase(dist.ProcessGroup):
         self.device_type = "cpu" if simulator.ACTIVE else "cuda"
         self._context: Iris | None = None
         self._memory: SymmetricMemory | None = None
+        # Made and used by `iris.distributed.calls`.
+        self.beside_computation: Any = None
         self._windows = 0
         self._is_shut_down = False
         self._gloo: dist.ProcessGroup | None = None
@@ -130,7 +132,7 @@ class ProcessGroupBase(dist.ProcessGroup):
             Other ranks made other calls, or none.
         """
         device = torch.device(device)
-        if not self.supports_tensor_alloc(device):
+        if device.type != self.device_type:
             raise WrongDeviceError(
                 f"The Iris backend of this group works on {self.device_type}, and was asked for a tensor on {device}. "
                 "Ask for it where supports_tensor_alloc() is True, and take torch.empty() elsewhere."
@@ -167,6 +169,7 @@ class ProcessGroupBase(dist.ProcessGroup):
             self._context._release()
         # With its connection to the store. Programs keep groups that they have destroyed.
         self._context, self._memory, self._is_shut_down = None, None, True
+        self.beside_computation = None
         self._gloo = None
 
     def abort(self) -> None:

@@ -36,14 +36,16 @@ from iris.heap.mapping import Mapping
 class _Block:
     """Bytes that one tensor has, or had; ``region`` is None where they are torch's.
 
-    ``others``: the further streams on which it is used. ``behind``: events of theirs, when it has died.
+    ``count``, ``dtype``: of that tensor. ``others``: the further streams on which it is used. ``behind``: events of
+    theirs, when it has died.
     """
 
     region: "_Region | None"
     offset: int
     room: int
     stream: Any
-    text: str
+    count: int = 0
+    dtype: torch.dtype = torch.uint8
     others: list[Any] = field(default_factory=list)
     behind: list[Any] = field(default_factory=list)
 
@@ -60,7 +62,8 @@ class _Region:
         """Which tensor is there, or was, and what of it, in words."""
         for block in list(self.blocks.values()):
             if 0 <= offset - block.offset < block.room:
-                return f"{block.text} of a process group's memory", f"byte {offset - block.offset}"
+                text = tensor_text((block.count,), block.dtype)
+                return f"{text} of a process group's memory", f"byte {offset - block.offset}"
         return f"a process group's memory at offset {offset:#x}", "where no tensor is"
 
     def describe_offset(self, offset: int) -> str:
@@ -132,12 +135,12 @@ class Pool:
         """A tensor of ``[count]``, undefined. Local. In a capture the memory is torch's, which belongs to the graph."""
         if self._capturing():
             return self._from_torch(count, dtype, HandedOut(0, deque(), self._capturing))
-        size, text = count * dtype.itemsize, tensor_text((count,), dtype)
+        size = count * dtype.itemsize
         with self._lock:
             self._bury()
             stream, room = self._current(), _room(size)
-            block = self._find(room, stream) or _Block(None, 0, room, stream, text)
-            block.text = text
+            block = self._find(room, stream) or _Block(None, 0, room, stream)
+            block.count, block.dtype = count, dtype
             self._count += 1
             number = self._count
             self._blocks[number] = block
@@ -155,7 +158,8 @@ class Pool:
         storage = mapping.storage(mapping.rank, block.offset, size, life)
         if observer.recorder is not None:
             # Undefined it is. But FSDP2 gives it to an operator that writes it and whose schema says that it reads it.
-            observer.recorder.allocated(mapping.bases[mapping.rank] + block.offset, size, text, undefined=False)
+            begin, text = mapping.bases[mapping.rank] + block.offset, tensor_text((count,), dtype)
+            observer.recorder.allocated(begin, size, text, undefined=False)
         return torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, (count,))  # type: ignore[call-overload]
 
     def _from_torch(self, count: int, dtype: torch.dtype, life: Life) -> torch.Tensor:
@@ -230,7 +234,7 @@ class Pool:
                     self._behind = [event for event in self._behind if not event.query()]
                 for event in self._behind:
                     stream.wait_event(event)
-                return _Block(region, offset, room, stream, "")
+                return _Block(region, offset, room, stream)
         return None
 
     def _gather(self) -> None:

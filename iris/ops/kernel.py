@@ -17,6 +17,7 @@ from iris.ops.call import GATHERS_A, GATHERS_ROWS, Algorithm, Call
 from iris.ops.config import FusedConfig
 from iris.ops.counts import MOST_PROGRAMS
 from iris.ops.kernel_arguments import by_name
+from iris.runtime.copies import copier
 from iris.runtime.launch import addresses, prepare, remember, specialization_of
 from iris.runtime.template import Template, template_of
 
@@ -217,6 +218,7 @@ class Relaunch:
         self._run, self._template, self._sender = run, template, buffers.mover
         self._own = slice(0)
         self._of_peers: list[tuple[slice, torch.Tensor]] = []
+        self._copy = copier() if call.out.is_cuda else None
         if call.gathered is not None:
             M, K = call.a.shape
             self._own = slice(rank * M, (rank + 1) * M)
@@ -238,4 +240,8 @@ class Relaunch:
         if gathered is not None:
             # As `Kernels._keep_gathered` does, where it says why this may be read.
             for rows, there in self._of_peers:
-                gathered[rows].view(there.shape).copy_(there)
+                kept = gathered[rows]
+                if self._copy is None or stream is None or not there.is_contiguous():
+                    kept.view(there.shape).copy_(there)
+                else:
+                    self._copy(kept.data_ptr(), there.data_ptr(), there.nbytes, stream)

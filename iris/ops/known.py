@@ -49,14 +49,17 @@ class KnownCalls:
         self._workspaces, self._revision = workspaces, workspaces.revision
         self._known: dict[tuple, Known] = {}
 
-    def find(self, call: Call, key: tuple | None, stream: int | None) -> Relaunch | None:
-        """What enqueues the call, if one of the same ``key`` has been enqueued on this stream."""
+    def find(self, call: Call, key: tuple | None, stream: int | None, apart: bool = False) -> Relaunch | None:
+        """What enqueues the call, if one of the same ``key`` has been enqueued on this stream.
+
+        ``apart``: whether what is written is known to overlap with nothing else.
+        """
         if self._revision != self._workspaces.revision:
             # Other memory, for which launches are made anew.
             self.forget()
         known = self._known.get(key) if key is not None else None
-        relaunch = known.by_stream.get(stream) if known is not None else None
-        return relaunch if relaunch is not None and known is not None and known.apart(call) else None
+        relaunch = None if known is None else known.by_stream.get(stream)
+        return None if known is None or relaunch is None or not (apart or known.apart(call)) else relaunch
 
     def has(self, key: tuple, stream: int | None) -> bool:
         """Whether a call of this ``key`` was remembered for this stream."""

@@ -37,7 +37,8 @@ def multiply(context: OperationsContext, call: Call) -> None:
     even = context.num_ranks == 1 or _is_even(context, call)
     # Where B has no columns, and A is to be left besides, there is nothing to fuse.
     if even and (call.gathered is None or call.b.shape[1]):
-        context.ops._run(call, None, False, None)
+        # Results that operators return lie apart from all else.
+        context.ops._run(call, None, False, None, apart=True)
     else:
         with torch.no_grad():
             vendor.in_steps(context, call)
@@ -52,13 +53,13 @@ def _is_even(context: OperationsContext, call: Call) -> bool:
     moved, own = (K, N) if gathers else (N, K)
     shapes = context.ops.even
     key = (call.name, moved, call.a.dtype, call.out.dtype)
-    known = shapes.setdefault(key, set())
+    known = shapes.get(key, ())
     if known is None or own in known:
         return known is not None
     group = context._world.group
     everyones = group.all_gather([K, N], f"the comparison of the shapes of B in {call.title}", orders=False)
     if all(each == everyones[0] for each in everyones):
-        known.add(own)
+        shapes[key] = {*known, own}
         return True
     if len({each[0 if gathers else 1] for each in everyones}) > 1 or vendor.problem(call) or call.a.itemsize == 1:
         theirs = "; ".join(f"rank {rank} has {each}" for rank, each in zip(group.ranks, everyones, strict=True))

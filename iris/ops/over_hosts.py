@@ -129,7 +129,14 @@ class OperationsOverHosts(Operations):
         self.within.close()
 
     @torch.no_grad()
-    def _run(self, call: Call, config: FusedConfig | None, async_op: bool, workspace: Buffers | None) -> Work | None:
+    def _run(
+        self,
+        call: Call,
+        config: FusedConfig | None,
+        async_op: bool,
+        workspace: Buffers | None,
+        apart: bool = False,
+    ) -> Work | None:
         self._context.heap.check_open()
         self._context._world.group.check()
         if workspace is not None:

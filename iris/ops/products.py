@@ -49,15 +49,23 @@ class Products:
         self._chosen: dict[tuple, FusedConfig] = {}
 
     # As with collectives: `iris.ops.functional` has the gradients.
-    def _run(self, call: Call, config: FusedConfig | None, async_op: bool, workspace: Buffers | None) -> Work | None:
+    def _run(
+        self,
+        call: Call,
+        config: FusedConfig | None,
+        async_op: bool,
+        workspace: Buffers | None,
+        apart: bool = False,
+    ) -> Work | None:
+        """``apart``: whether nothing overlaps what is written, as the caller has made it for this call."""
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._run(call, config, async_op, workspace)
+                return self._run(call, config, async_op, workspace, apart)
         key = None
         if workspace is None and not (DEBUGGING or self._on_gpu and is_current_stream_capturing()):
             key = call_key(call, config)
         stream = current_raw_stream(self._context.gpu_id) if self._on_gpu else None
-        relaunch = self._known.find(call, key, stream)
+        relaunch = self._known.find(call, key, stream, apart)
         if relaunch is None:
             self._look_and_enqueue(call, config, workspace, key, stream)
         else:

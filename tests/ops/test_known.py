@@ -1,5 +1,6 @@
 """Products like an earlier one are launched without another look, and are right for whatever tensors they are given."""
 
+import ctypes
 from unittest import mock
 
 import pytest
@@ -12,7 +13,8 @@ from iris.ops import FusedConfig
 from iris.ops.call import Call
 from iris.ops.grouped import launch as grouped
 from iris.ops.grouped.call import GroupedCall
-from ops.products import CONFIGS, matrix, result_of
+from ops.plans import short_chunks
+from ops.products import CONFIGS, matrix, place, result_of
 
 BF16 = torch.bfloat16
 ROUNDS = 4
@@ -75,6 +77,47 @@ def test_calls_like_an_earlier_one(ranks, name, way, biased):
     if torch.version.hip and way == "Hopper":
         pytest.skip("Hopper's kernel")
     ranks.run(repeat, name, way, biased)
+
+
+def by_driver(ctx):
+    """As on a GPU, where the copies around the kernel are made by the driver: here ``memmove``, at once."""
+    W, rank, (M, N, K) = ctx.num_ranks, ctx.cur_rank, (140, 8, 24)
+    b = matrix(K, N, BF16, "rows", 77, ctx.device)
+    a = [[matrix(M, K, BF16, "rows", 100 * call + r, ctx.device) for r in range(W)] for call in range(ROUNDS)]
+    kept = [place(W * M, K, BF16, "rows", ctx.device, None) for _ in range(ROUNDS)]
+    outs = [torch.empty(W * M, N, dtype=BF16, device=ctx.device) for _ in range(ROUNDS)]
+    # Whose rows have gaps between them.
+    wide = torch.full((M, 2 * K), torch.nan, dtype=BF16, device=ctx.device)
+    wide[:, :K] = a[-1][rank]
+    ctx.ops._known.forget()
+    with short_chunks():
+        ctx.ops.all_gather_matmul(outs[0], a[0][rank], b, gathered=kept[0][0], config=CONFIGS["Hopper"])
+    (known,) = ctx.ops._known._known.values()
+    again, stream = known.by_stream[None], mock.Mock(cuda_stream=1)
+    copy = mock.Mock(side_effect=lambda to, begin, size, stream: ctypes.memmove(to, begin, size))
+    events = {"_stream": stream, "_begun": mock.Mock(), "_sent": mock.Mock(), "_copy_on_stream": copy}
+    with (
+        mock.patch.multiple(again._sender, **events, create=True),
+        mock.patch.object(again, "_copy", copy),
+        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+    ):
+        for call in range(1, ROUNDS - 1):
+            again(Call("all_gather_matmul", outs[call], a[call][rank], b, None, None, None, kept[call][0]), 1)
+        # The copies are of these rows without the gaps.
+        with short_chunks():
+            ctx.ops.all_gather_matmul(outs[-1], wide[:, :K], b, gathered=kept[-1][0], config=CONFIGS["Hopper"])
+    # To each peer two chunks and a word behind each; own rows to where they are kept and, of known calls, the peers'.
+    assert copy.call_count == (ROUNDS - 1) * (4 * (W - 1) + 1) + (ROUNDS - 2) * (W - 1)
+    for out, given, (gathered, around) in zip(outs, a, kept, strict=True):
+        assert torch.equal(gathered, torch.cat(given)) and around.count_nonzero() == gathered.count_nonzero()
+        torch.testing.assert_close(out.double(), torch.cat(given).double() @ b.double(), rtol=0.02, atol=0.1)
+    ctx.barrier()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the driver makes them itself")
+@pytest.mark.ranks(2)
+def test_copies_by_the_driver(ranks):
+    ranks.run(by_driver)
 
 
 def behind_the_end(_):

@@ -1,0 +1,30 @@
+"""Copies on a stream by the driver's own call: torch's `copy_` takes the host three times as long."""
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+
+from iris.errors import MappingError
+
+Copy = Callable[[int, int, int, int], None]
+"""Enqueues a copy to an address, from another one, of so many bytes, on the stream with this handle."""
+
+
+@functools.cache
+def copier() -> Copy:
+    """The driver's, between any two places in memory that this GPU reaches. A copy engine makes the copy."""
+    # cuMemcpyDtoDAsync of the CUDA Driver API ("Memory Management") and its twin in HIP. The library is loaded already.
+    if torch.version.hip:
+        enqueue = ctypes.CDLL("libamdhip64.so").hipMemcpyDtoDAsync
+    else:
+        enqueue = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
+    enqueue.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+    def copy(to: int, begin: int, size: int, stream: int) -> None:
+        error = enqueue(to, begin, size, stream)
+        if error:
+            raise MappingError(f"The driver could not copy {size} bytes from {begin:#x} to {to:#x}: error {error}.")
+
+    return copy
