@@ -10,8 +10,9 @@ from iris.language.target import threads_per_warp
 
 # Bytes of all W ranks' parts together, for one block, at most. Each part is a power of two.
 BLOCK_BYTES = 8192
-# What a warp moves at once. Parts have this size as long as every block gets a program of its own.
-WARP_BYTES = 512
+# What a warp moves at once, and warps of a program at most. Parts have this size as long as every block gets a program
+# of its own.
+WARP_BYTES, MOST_WARPS = 512, 8
 # Slots of a channel: see `iris.ccl.one_shot`.
 SLOTS = tl.constexpr(3)
 # A channel is several times as large as the tensor, and each stream has one. So it may take this fraction (1/16) of the
@@ -22,14 +23,22 @@ SHARE_OF_WORKSPACE = 16
 SHARE_WITH_ROOM, ROOM_LEFT = 5, 4
 
 
-def part_bytes(size: int, share: int, programs: int) -> int:
-    """Bytes of a rank's part of a block. Each of ``size`` ranks adds up ``share`` bytes, by so many ``programs``."""
+def part_bytes(size: int, steps: int, share: int, programs: int) -> int:
+    """Bytes of a rank's part of a block. Each of ``size`` ranks adds up ``share`` bytes, by so many ``programs``.
+
+    Between two ranks it is twice as much if no program has more to do for it, and in two steps still two blocks, of
+    which one can go on while the other waits. Among more that was not measured.
+    """
     # At least 16 bytes for each thread of a warp, which it polls, and no other thread does (`lamport_recv`).
     largest = max(16 * threads_per_warp(), BLOCK_BYTES // (1 << (size - 1).bit_length()))
     part = min(WARP_BYTES, largest)
     while part < largest and part * programs < share:
         part *= 2
-    return part
+
+    def rounds(part: int) -> int:
+        return -(-share // (part * programs))
+
+    return 2 * part if size == 2 and steps <= rounds(2 * part) <= rounds(part) / 2 else part
 
 
 class ChannelLayout(NamedTuple):
@@ -51,7 +60,7 @@ class ChannelLayout(NamedTuple):
 
 def channel_layout(size: int, steps: int, nbytes: int, programs: int) -> ChannelLayout:
     """For a sum of ``nbytes`` among ``size`` ranks in so many steps, with ``programs`` programs."""
-    part = part_bytes(size, nbytes // (1 if steps == 1 else size), programs)
+    part = part_bytes(size, steps, nbytes // (1 if steps == 1 else size), programs)
     max_blocks = power_of_two(max(1, -(-nbytes // (part if steps == 1 else part * size))))
     return ChannelLayout(part, max_blocks, max_blocks * (4 + SLOTS.value * steps * size * part))
 

@@ -49,7 +49,7 @@ from iris.ccl.combine import accumulate, accumulator, finalize
 from iris.ccl.communicator import Launch
 from iris.ccl.kernel_arguments import LamportChannel
 from iris.ccl.kernel_launch import INTEGERS, fitting, kernel_launch
-from iris.ccl.lamport_channel import SLOTS, WARP_BYTES, call_channel, fits
+from iris.ccl.lamport_channel import MOST_WARPS, SLOTS, WARP_BYTES, call_channel, fits
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
@@ -276,7 +276,7 @@ def launch_arguments(call: Call, max_programs: int | None, steps: int) -> dict[s
     part = layout.part // dtype.itemsize
     blocks = -(-n // (part if steps == 1 else part * comm.size))
     # No more warps than there is data for: on AMD they poll together.
-    warps = min(call.config.warps(part, dtype.itemsize), max(1, layout.part // WARP_BYTES))
+    warps = min(call.config.warps(part, dtype.itemsize), max(1, layout.part // WARP_BYTES), MOST_WARPS)
     return dict(
         programs=fitting(comm, max(1, min(blocks, max_programs)), warps),
         num_warps=warps,
