@@ -206,7 +206,7 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
     def device_barrier(self, group: dist.ProcessGroup | None = None) -> None:
         """Enqueue a barrier of ``group`` (default: all ranks) on the current stream; does not block the host.
 
-        What each rank enqueued before it on this stream is visible to all ranks' work behind it. Collective over the
+        What each rank enqueued before it on this stream is visible to all ranks' work after it. Collective over the
         group, in the same order on each stream. All ranks use their streams for the first time in the same order.
 
         The first call for a group meets its ranks on the host and compiles, so make it outside of any capture, else

@@ -39,10 +39,34 @@ def test_only_ordering_the_barrier_and_traces_acquire_and_release():
     assert found == [f"language/{file}.py" for file in ("barrier", "ordering", "trace_buffer", "tracing")]
 
 
-def test_variables_and_bytecode_of_other_functions_are_not_read():
-    """Device functions note what others have to know. The host's loops are Python's, and note nothing."""
-    assert files_with(r"\.f_locals\b") == ["sanitizer/waits.py"]
-    assert files_with(r"\bimport dis\b|\bfrom dis\b|\.f_lasti\b|\.co_code\b") == []
+# Where a frame only says which line a report is to name.
+NAME_A_PLACE = {
+    "failures/process_end.py",
+    "heap/history.py",
+    "sanitizer/recorder.py",
+    "simulator/hang.py",
+    "simulator/lines.py",
+    "simulator/partitions.py",
+    "world/inspection.py",
+}
+# Where it says more than a place, and why nothing else does.
+SAY_MORE = {
+    "distributed/group.py": "torch asks a property, which must answer split_group() otherwise than other callers",
+    "sanitizer/host_recorder.py": "whether the host looks at a flag in a loop: its Python runs as the user wrote it",
+    "sanitizer/locks.py": "who makes a lock: those of the program are looked at, and those of libraries are not",
+    "sanitizer/meetings.py": "whether torch's Python or its C++ has called: what C++ starts, it waits for there",
+    "sanitizer/threads.py": "who starts a thread, the program or a library: nothing else tells them apart",
+    "sanitizer/waits.py": "what the host compares with what it has seen: see `wait_of_host`",
+    "simulator/interrupts.py": "what a signal interrupts: Python hands this frame to the handler",
+}
+FRAME = r"_getframe|\.f_(back|code|lineno|globals|locals|builtins)\b|\.tb_frame\b|extract_stack|_current_frames"
+
+
+def test_frames_name_places():
+    """What code means, it says itself: device functions by `note`, loops of kernels as they are rewritten."""
+    assert files_with(FRAME) == sorted(NAME_A_PLACE | SAY_MORE.keys())
+    assert files_with(r"\.f_locals\b|\beval\(") == ["sanitizer/waits.py"]
+    assert files_with(r"\bimport dis\b|\bfrom dis\b|\.f_lasti\b|\.co_code\b|settrace|setprofile|sys\.monitoring") == []
 
 
 def test_inline_assembly_is_in_few_files():

@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris import simulator
 from iris.runtime.launch import addresses
-from iris.runtime.template import kinds_of, template_of
+from iris.runtime.template import template_of, tensor_keys
 
 BF16 = torch.bfloat16
 
@@ -65,8 +65,8 @@ def test_what_cannot_be_told_apart_has_none(on_gpu):
 
 def test_what_calls_are_alike():
     x = torch.zeros(64, dtype=BF16)
-    alike = kinds_of([x[:16], None])
-    assert alike == kinds_of([x[16:32], None]) is not None
+    alike = tensor_keys([x[:16], None])
+    assert alike == tensor_keys([x[16:32], None]) is not None
     others = x[1:17], x[:15], x[:32:2], x[:16].half(), x[:16].view(4, 4)
-    assert len({alike, *(kinds_of([other, None]) for other in others)}) == 6
-    assert kinds_of([x.to_sparse()]) is None and kinds_of([x[:0].clone()]) is None and kinds_of([3]) is None
+    assert len({alike, *(tensor_keys([other, None]) for other in others)}) == 6
+    assert tensor_keys([x.to_sparse()]) is None and tensor_keys([x[:0].clone()]) is None and tensor_keys([3]) is None

@@ -171,7 +171,7 @@ def operands(ctx: Iris, operation: str, shape: tuple[int, int, int], dtype: torc
 
 
 def vendor(operation: str, x: Operands) -> Callable[[], list[Any]]:
-    """The vendor's GEMM and torch.distributed's collective, one behind the other."""
+    """The vendor's GEMM and torch.distributed's collective, one after the other."""
     a, b, out, whole, *_ = x
 
     def gather(result: torch.Tensor, own: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from iris.bench.collectives import COLLECTIVES, iris_calls, microseconds_of_each
 from iris.bench.repetitions import repetitions
 from iris.bench.timing import Operands, counts
 from iris.ccl import algorithms
-from iris.ccl.communicator import Communicator, kind_of
+from iris.ccl.communicator import Communicator, gpu_name
 from iris.ccl.config import FEW_SMS, Config
 from iris.ccl.select import Choice, Table, name_in_table, name_of_ranks
 from iris.ccl.select_over_hosts import IRIS, VENDOR
@@ -63,7 +63,7 @@ def run(sizes: list[int], out: Path | None) -> list[str]:
     for name in (COLLECTIVES_FILE, OPERATIONS_FILE):
         check_writable(folder / name)
     with iris(4 * sizes[-1] + (64 << 20)) as ctx:
-        device, is_first, size = kind_of(ctx.device), ctx.get_rank() == 0, ctx.get_num_ranks()
+        device, is_first, size = gpu_name(ctx.device), ctx.get_rank() == 0, ctx.get_num_ranks()
 
         def report(line: str) -> None:
             if is_first:

@@ -46,7 +46,7 @@ def combine(a, b, OP: tl.constexpr):
 
 @jit
 def accumulate(total, value, factors, source: tl.constexpr, OP: tl.constexpr):
-    """The total of the ranks before ``source``, and its value: called with one rank behind the other, from 0 on.
+    """The total of the ranks before ``source``, and its value: called with one rank after the other, from 0 on.
 
     ``value``: of the element's type, or the accumulator's, which is that of ``total``. Rank 0's replaces the total. All
     that combine in this order get the same bits.

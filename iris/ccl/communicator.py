@@ -81,14 +81,14 @@ class Communicator:
     regions : int
         How many there are.
     num_sms, largest_cluster : int
-        Of the least of the members' GPUs: multiprocessors, and programs that a cluster has at most.
+        The smallest numbers among the members' GPUs: of multiprocessors, and of programs that a cluster may have.
     p2p_programs : int
-        Of a message between two ranks.
+        Programs of a message between two ranks.
     alike : bool
         Whether all members' GPUs are of one kind. Else what depends on a GPU's speed must not be chosen by that: each
         rank would come to another choice.
     table : Table
-        By which variants are chosen.
+        The measurements by which an algorithm is chosen for a size.
     figures : Figures
         What was measured of the members' GPUs. Of no use where they are not alike.
     launches : dict
@@ -117,7 +117,7 @@ class Communicator:
         self.regions = 1
 
         def introduce() -> tuple[str, str, int, int, int | str]:
-            kind = kind_of(self.device)
+            kind = gpu_name(self.device)
             self.table, self.figures = load_table(kind, self.size), figures.find(kind).figures
             return kind, digest(self.table, asdict(self.figures)), num_sms, largest_cluster(), architecture()
 
@@ -169,7 +169,7 @@ class Communicator:
         self.launches, self.configs = {}, []
 
     def remember(self, key: Any, config: object, launch: Launch) -> None:
-        """Keep a launch for the next call like this one; of a program whose shapes always change, the last few."""
+        """Keep a launch for later calls. A full cache is emptied, as in a program whose shapes always change."""
         if len(self.launches) == LAUNCH_CACHE_SIZE:
             self.forget()
         self.launches[key] = launch
@@ -177,14 +177,15 @@ class Communicator:
         self.configs.append(config)
 
     def programs(self, wanted: int | None, block_bytes: int = 0, few_sms: bool = False) -> int:
-        """How many programs there may be, of ``wanted`` (None: as many as possible).
+        """How many programs a kernel with queues may have: at most ``wanted`` (None: as many as possible).
 
-        With slots for blocks of ``block_bytes``, if there can be such slots.
+        They are so few that each has slots for blocks of ``block_bytes``, if there can be such slots.
 
-        Fewer than there are multiprocessors, on each of which at least one program fits: when launches of two streams
-        are in flight, and a rank has all programs of the one resident and another rank all of the other, each has room
-        left for the first programs of the other launch. These meet, finish, and make room for the next. A launch that
-        begins before its turn leaves the same multiprocessors, on which the one before it has a third at most.
+        They are fewer than the multiprocessors, and at least one fits on each of these. Say that launches of two
+        streams are in flight, and one rank has all programs of the one resident, and another rank all of the other.
+        Then each still has room for the first programs of the other launch. These meet, finish, and make room for the
+        next. A launch that begins early leaves the same multiprocessors free, on which the one before it takes at most
+        a third.
 
         Slots are divided by the next power of two. So where programs are slightly more than one, that one is taken.
         """
@@ -281,8 +282,8 @@ def _describe_counts(rank: int, size: int, counts: np.ndarray) -> str:
     return f"blocks sent to each rank {sent}, got from each {got}; calls that read in place {calls[rank]}"
 
 
-def kind_of(device: torch.device) -> str:
-    """Which kind of GPU it is: those of one kind are equally fast."""
+def gpu_name(device: torch.device) -> str:
+    """The name of the GPU, by which tables of measurements have it, or "simulator"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "simulator"
 
 

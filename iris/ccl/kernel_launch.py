@@ -1,14 +1,15 @@
 """The launch of a collective's kernel: its arguments by their names, and the registers that it leaves to others.
 
-Programs wait for peers. One rank may have begun a launch of one stream, and another rank a launch of another stream. If
-the two could not be resident together, both ranks would wait for ever. So a launch leaves room for one of another
-stream. What programs take of a multiprocessor is mostly registers (CUDA C++ Programming Guide, "Compute Capabilities":
-65536 a multiprocessor), so the room is counted in these:
+Programs wait for peers. Of two launches on two streams, rank 0 may have begun the one and rank 1 the other. If the two
+could not be resident together, both ranks would wait for ever. So every launch leaves room for a launch of another
+stream. What a program takes of a multiprocessor is mostly registers (CUDA C++ Programming Guide, "Compute
+Capabilities": 65536 a multiprocessor), so the room is counted in registers:
 
-* A kernel that takes at most a third of the registers lets the next launch of its stream begin early (programmatic
-  dependent launch). That one takes a third at most as well, or it does not begin early. Together they leave a third.
-* Any other kernel takes half at most, and begins when the one before it has ended.
-* A kernel with queues may take three quarters, and begins early: it leaves whole multiprocessors free.
+* A kernel that takes at most a third of them lets the next launch of its stream begin early (programmatic dependent
+  launch). That one takes at most a third as well, or it does not begin early. Together they leave a third.
+* Any other kernel takes at most half, and begins when the one before it has ended.
+* A kernel with queues (`iris.ccl.queue`) takes up to three quarters, and may begin early: it runs on fewer
+  multiprocessors than there are, and leaves the others free.
 """
 
 from typing import Any
@@ -29,7 +30,7 @@ ALL_REGISTERS = 65536
 # `iris.ops.row_division.CLUSTER_WARPS` counts on.
 MOST_REGISTERS = 49152
 
-# What data are moved as whose values do not matter, by their bytes.
+# By the bytes of an element: the type that a kernel moves data as where it does not look at their values.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -87,7 +88,7 @@ def kernel_launch(
 
 
 def fitting(comm: Communicator, programs: int, num_warps: int) -> int:
-    """How many of so many programs fit in half of all registers, with 64 for each thread."""
+    """How many of ``programs`` fit in half of all registers, at 64 registers a thread."""
     if simulator.ACTIVE or not on_nvidia():
         return programs
     return max(1, min(programs, ALL_REGISTERS // 2 // (64 * threads_per_warp()) * comm.num_sms // num_warps))

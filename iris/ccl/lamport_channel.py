@@ -1,4 +1,9 @@
-"""The memory through which `iris.ccl.one_shot` sends: how tensors are cut into blocks, what these need."""
+"""The memory through which `iris.ccl.one_shot` and `two_shot_push` send: how tensors are cut into blocks, and how much
+memory these need.
+
+A *part* is what one rank sends to another of a block. In one step (`one_shot`) a block of the tensor is one part. In
+two steps it has W parts, and each rank sums one of them.
+"""
 
 from typing import NamedTuple
 
@@ -8,10 +13,10 @@ from iris.ccl.call import Call
 from iris.ccl.communicator import Communicator, power_of_two
 from iris.language.target import threads_per_warp
 
-# Bytes of all W ranks' parts together, for one block, at most. Each part is a power of two.
+# Bytes that a program receives for a block at most: the parts of all W ranks. Each part is a power of two.
 BLOCK_BYTES = 8192
-# What a warp moves at once, and warps of a program at most. Parts have this size as long as every block gets a program
-# of its own.
+# What a warp moves at once, 16 bytes a thread: parts have this size as long as every block gets a program of its own. And
+# warps of a program at most.
 WARP_BYTES, MOST_WARPS = 512, 8
 # Slots of a channel: see `iris.ccl.one_shot`.
 SLOTS = tl.constexpr(3)
@@ -24,12 +29,12 @@ SHARE_WITH_ROOM, ROOM_LEFT = 5, 4
 
 
 def part_bytes(size: int, steps: int, share: int, programs: int) -> int:
-    """Bytes of a rank's part of a block. Each of ``size`` ranks adds up ``share`` bytes, by so many ``programs``.
+    """Bytes of a part, where each of ``size`` ranks adds up ``share`` bytes with so many ``programs``.
 
-    Between two ranks it is twice as much if no program has more to do for it, and in two steps still two blocks, of
-    which one can go on while the other waits. Among more that was not measured.
+    Between two ranks it is twice as much where no program has more to do for it. In two steps a program still has two
+    blocks then, of which one goes on while the other waits. Among more ranks that was not measured.
     """
-    # At least 16 bytes for each thread of a warp, which it polls, and no other thread does (`lamport_recv`).
+    # At least 16 bytes for each thread of a warp: no two threads may poll the same word (`lamport_recv`).
     largest = max(16 * threads_per_warp(), BLOCK_BYTES // (1 << (size - 1).bit_length()))
     part = min(WARP_BYTES, largest)
     while part < largest and part * programs < share:
@@ -42,10 +47,10 @@ def part_bytes(size: int, steps: int, share: int, programs: int) -> int:
 
 
 class ChannelLayout(NamedTuple):
-    """The memory of calls of similar size: the number of blocks is rounded up to a power of two, so that they share it.
+    """The memory of calls of similar size, which share it: the number of blocks is rounded up to a power of two.
 
-    ``part``: bytes of a rank's part of a block. ``max_blocks``: blocks that a slot has room for. ``nbytes``: of the
-    channel, which is the slots, and behind them the epochs, int32 ``[max_blocks]``. So the slots are aligned.
+    ``part``: bytes of a part. ``max_blocks``: blocks that a slot has room for. ``nbytes``: of the whole channel. The
+    slots come first, so that they are aligned, and behind them the epochs, int32 ``[max_blocks]``.
     """
 
     part: int
@@ -81,7 +86,7 @@ class CallChannel(NamedTuple):
 
 def call_channel(call: Call, max_programs: int | None, steps: int) -> CallChannel:
     """Of a sum in so many steps, by at most ``max_programs`` programs (None: two on a multiprocessor)."""
-    # Of what each rank wants. In reduce_scatter that is another part of the input for each.
+    # Bytes of what each rank gets: in all_reduce the whole sum, in reduce_scatter a W-th of it.
     nbytes = call.elements.number_in(call.output) * call.elements.dtype.itemsize
     layout = channel_layout(call.comm.size, steps, nbytes, max_programs or 2 * call.comm.num_sms)
     name = f"push of {layout.max_blocks} blocks of {layout.part} bytes in {steps} steps of all_reduce or reduce_scatter"
@@ -89,7 +94,7 @@ def call_channel(call: Call, max_programs: int | None, steps: int) -> CallChanne
 
 
 def has_room(call: Call, max_programs: int | None, steps: int) -> bool:
-    """Whether there is memory for a call that `fits`. The first one of each channel decides for all that follow it."""
+    """Whether there is memory for a call that `fits`. The first call of each channel decides for those that follow."""
     workspace = call.comm.workspace
     name, layout = call_channel(call, max_programs, steps)
     if layout.nbytes <= workspace.limit // SHARE_OF_WORKSPACE:

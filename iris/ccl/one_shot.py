@@ -1,31 +1,33 @@
 """Small all_reduce and reduce_scatter: one shot, where each element is its own flag (Lamport).
 
 W is the number of ranks, n the bytes of a rank's input. Each rank sends its whole input to every other rank, and adds
-up all W inputs itself: (W - 1) n bytes leave it, in one step. The input is cut into blocks of PART elements, with a
-program for each, but by default at most two for each multiprocessor. For each of its blocks, a program does this, with
-step 1 a block ahead of the others:
+up all W inputs itself: (W - 1) n bytes leave it, in one step. The input is cut into blocks of PART elements. There is a
+program for each block, but by default at most two programs for each multiprocessor; in a larger call a program has
+several blocks. The kernel is `one_shot`, at the end. For each block a program does this:
 
-1. It loads the block, and stores it to every other rank (`push`): into the current *slot*, which is staging memory with
-   a place for each source. A slot lies at the same offset in each heap.
-2. While the data are under way it clears the slot of the call before, and advances the epoch of the block
-   (`recycle_slot`).
-3. It waits for the block from all ranks together. An element travels with its bits inverted. The slot was zero before,
-   and no element is sent as zero. So an element that is not zero has arrived (`iris.language.lamport`). The load that
-   shows this also has the value, so there is no flag, no fence and no barrier. Integers have no value to spare for
-   "missing", so the types are floating-point ones.
-4. It adds the blocks up in the order of ranks (`recv_and_reduce`). The sum is rounded once, and stored to the output.
-   All ranks get the same bits.
+1. It loads the block and stores it to every other rank (`send_block`), into the current *slot* of that rank. A slot is
+   staging memory with a place for each source, at the same offset in every rank's heap.
+2. While the data are under way it clears the slot of the call before, and advances the block's epoch (`recycle_slot`).
+3. It polls its own slot until the block is there from all ranks (`recv_and_reduce`). An element travels with its bits
+   inverted, and the slot is zero until then. No element is sent as zero: the one whose inverse is zero is a NaN, and is
+   sent as another NaN. So an element that is not zero has arrived (`iris.language.lamport`). The load that shows this
+   also has the value, so there is no flag, no fence and no barrier. Integers have no value to spare for "missing", so
+   the types are floating-point ones.
+4. It adds the W blocks up in the order of ranks, rounds the sum once, and stores it to the output. All ranks get the
+   same bits.
+
+A program with several blocks sends the next one (step 1) before it waits for this one (steps 2 to 4).
 
 In reduce_scatter each rank pushes another part of its input to each: (W - 1) / W n bytes.
 
 For example, 8 KiB of bf16 among 4 GPUs are 16 blocks of 512 bytes in one shot, and 16 programs of one warp. Each sends
 its block to 3 peers and receives 3 blocks.
 
-Reuse. A channel is zero at first and belongs to one stream, or one line of graphs (`iris.runtime.workspace`). So its
-calls run one after another. It has 3 slots, each with a region for each block, ``[steps, W sources, PART elements]``.
-Call e is the e-th call that uses the block; a smaller call that has no such block does not count. Call e uses slot
-e % 3. It clears the whole region in slot (e - 1) % 3, as the last call may have used more of it. Why no rank writes to
-a slot that is not cleared:
+Reuse. The slots and epochs are in a *channel*: memory that is zero at first and serves the calls of one stream, or of
+CUDA graphs that never run at once (`iris.runtime.workspace`). So its calls run one after another. It has 3 slots, each
+with a region for each block, ``[steps, W sources, PART elements]``. Call e is the e-th call that uses the block; a
+smaller call that has no such block does not count. Call e uses slot e % 3. It clears the whole region in slot
+(e - 1) % 3, as the last call may have used more of it. Why no rank writes to a slot that is not cleared:
 
 1. A peer writes to slot e % 3 of this rank in its call e. In its call e - 1 it has received data from this rank.
 2. This rank sent them in its own call e - 1, a kernel that ran after its call e - 2 had ended.
@@ -66,9 +68,10 @@ AHEAD = tl.constexpr(1)
 
 @jit
 def recv_and_reduce(ctx, parts, own, count, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, factors=None):
-    """Wait for the first ``count`` elements of every rank's part and combine them in the order of ranks.
+    """Wait for the first ``count`` elements of every rank's part, and combine them in the order of ranks.
 
-    ``own`` is the caller's, of a power of two from ``PART`` on.
+    ``parts``: where part 0 is received; part s is ``s * PART`` elements behind it. ``own``: the caller's own part, a
+    block whose length is the next power of two from ``PART`` on. ``factors``: see `iris.ccl.combine.scaled`.
     """
     rank = ctx.cur_rank
     element: tl.constexpr = own.dtype
@@ -115,7 +118,7 @@ def recv_and_reduce(ctx, parts, own, count, W: tl.constexpr, PART: tl.constexpr,
 
 @jit
 def peers(ctx, W: tl.constexpr):
-    """Where the workspaces of the other ranks begin, the right neighbour first."""
+    """Where the workspaces of the other ranks begin: the next rank's first, and so on around the ring."""
     bases = ()
     for distance in tl.static_range(1, W):
         bases += (tl.load(ctx.table + (ctx.cur_rank + distance) % W),)
@@ -124,9 +127,9 @@ def peers(ctx, W: tl.constexpr):
 
 @jit
 def push(ctx, ptr, i, values, count, bases, distance: tl.constexpr, W: tl.constexpr):
-    """Send the first ``count`` elements to the rank ``distance`` to the right, into its copy of ``ptr``.
+    """Send the first ``count`` elements of ``values`` to rank ``cur_rank + distance``, into its copy of ``ptr``.
 
-    ``bases``: of the `peers`. ``i``: the numbers of the elements, for tracing.
+    ``bases``: those of `peers`. ``i``: the indices of the elements, for tracing.
     """
     event = ctx.tracing.begin_move("store", ptr + i, (ctx.cur_rank + distance) % W, i < count)
     lamport_send(translate(ptr, ctx.base, bases[distance - 1]), values, count)
@@ -141,7 +144,7 @@ def region(slots, max_blocks, block, epoch, REGION: tl.constexpr):
 
 @jit
 def recycle_slot(ctx, channel, block, epoch, W: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr):
-    """Clear what peers have put into the slot of the epoch before, and go on to the next epoch."""
+    """Clear what peers have put into the slot of the epoch before, and store the block's next epoch, modulo 3."""
     old = region(channel.slots, channel.max_blocks, block, epoch + (SLOTS - 1), REGION=STEPS * W * PART)
     i = flat(PART, channel.slots.dtype.element_ty)
     for step in tl.static_range(STEPS):
@@ -216,11 +219,11 @@ def one_shot(
     ONE_EACH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``n``: elements, not bytes, of the output. ``PART``: elements of a part.
+    """The kernel. ``n``: elements, not bytes, of the output. ``PART``: elements of a block.
 
-    ``send_step``: elements from one destination's part of the input to the next one's; 0 if all get the `SAME`.
-    ``ONE_EACH``: every program has one block. ``EARLY``: let the next kernel of the stream begin early
-    (`gdc_launch_dependents`).
+    ``send_step``: elements from what one rank gets of the input to what the next rank gets; 0 in all_reduce, where all
+    get the ``SAME``. ``factors``: of PREMUL_SUM, one for each rank; else None. ``ONE_EACH``: every program has one
+    block. ``EARLY``: let the next kernel of the stream begin early (`gdc_launch_dependents`).
     """
     ctx = DeviceContext.initialize(channel.context, num_ranks=W)
     bases = peers(ctx, W)
@@ -275,7 +278,7 @@ def launch_arguments(call: Call, max_programs: int | None, steps: int) -> dict[s
     channel = comm.workspace.channel(name, call.line, layout.nbytes, layout.epochs)
     part = layout.part // dtype.itemsize
     blocks = -(-n // (part if steps == 1 else part * comm.size))
-    # No more warps than there is data for: on AMD they poll together.
+    # No more warps than there is data for. On AMD all warps of a program poll until the last one has its data.
     warps = min(call.config.warps(part, dtype.itemsize), max(1, layout.part // WARP_BYTES), MOST_WARPS)
     return dict(
         programs=fitting(comm, max(1, min(blocks, max_programs)), warps),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from iris.ccl import checks
 from iris.ccl.collectives import Collectives
-from iris.ccl.communicator import Communicator, kind_of
+from iris.ccl.communicator import Communicator, gpu_name
 from iris.ccl.config import DEFAULT, Config
 from iris.ccl.enqueue import FOR_THE_HOST
 from iris.ccl.reduction import reduction
@@ -138,7 +138,7 @@ class Spans(Collectives):
         device, hosts = part.device, part.hosts
 
         def find() -> tuple:
-            return as_sent(as_found(len(hosts), len(hosts.local_ranks), kind_of(device)))
+            return as_sent(as_found(len(hosts), len(hosts.local_ranks), gpu_name(device)))
 
         # Nothing that a choice depends on may differ between ranks: the first one's is everybody's.
         choice = as_received(part.group.agree(find, "find out by what collectives over hosts are chosen")[0])

@@ -22,7 +22,7 @@ class WithinHost(Collectives):
     """`Collectives`, and two of them for rows that are apart: by the same distance on all ranks.
 
     The caller guarantees that the tensors are on the device, of one dtype, of these shapes, with the elements of a row
-    one behind the other, and that outputs and inputs do not overlap, but that ``input`` may be its own row.
+    one after the other, and that outputs and inputs do not overlap, but that ``input`` may be its own row.
     """
 
     def all_gather_rows(

@@ -26,7 +26,7 @@ from iris.experts.kernel_arguments import Extents, FewTokens, Form
 from iris.experts.kernels import kernels_of
 from iris.experts.memory import Memory, layout_rows
 from iris.experts.pending import PendingCall
-from iris.experts.plan import Plan, Plans, kind_of, pointers_of
+from iris.experts.plan import Plan, Plans, dtypes_and_shapes, pointers_of
 from iris.experts.received import Received
 from iris.experts.token_rows import DISPATCHED, GIVEN, UNWEIGHTED
 from iris.experts.views import Format, Views, shape_of_rows, with_rows
@@ -101,7 +101,7 @@ class Calls:
     ) -> Any:
         """`ExpertParallel.dispatch`. ``rows [rows, H]``: where rows go, by default to the memory set aside for them."""
         self.enter()
-        kinds = kind_of(x), kind_of(topk_ids), kind_of(topk_weights), kind_of(x_scales), kind_of(num_tokens)
+        kinds = dtypes_and_shapes(x, topk_ids, topk_weights, x_scales, num_tokens)
         key = (layout, quantize, async_op, kinds)
         plan = self._plans.find(key)
         if plan is None:
@@ -113,7 +113,7 @@ class Calls:
     def route(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, layout: str) -> Received:
         """A dispatch of the choices alone: for a combine of rows that are there."""
         self.enter()
-        kinds = kind_of(topk_ids), kind_of(topk_weights)
+        kinds = dtypes_and_shapes(topk_ids, topk_weights)
         key = (layout, kinds)
         plan = self._plans.find(key)
         if plan is None:
@@ -136,11 +136,11 @@ class Calls:
         tokens = self._tokens_of(received)
         if out is None:
             out = room_for(tokens, self.extents.H, self.dtype, self._device)
-        kinds: tuple = (kind_of(y), kind_of(topk_weights), kind_of(out))
+        kinds = dtypes_and_shapes(y, topk_weights, out)
         biases: tuple[torch.Tensor, ...] = ()
         if bias is not None:
             biases = checks.biases_of(bias)
-            kinds += tuple([kind_of(each) for each in biases])
+            kinds += dtypes_and_shapes(*biases)
         key = (received.layout, tokens, received.weighted, async_op, kinds)
         plan = self._plans.find(key)
         if plan is None:

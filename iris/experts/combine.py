@@ -171,7 +171,7 @@ def send(ctx, slot, y, topk_weights, places, call, WEIGHTS: tl.constexpr, EXTENT
 def wait_for_sums(ctx, slot, flags, program, value, statistics, EXTENTS: tl.constexpr):
     """Until program ``program`` of all others has raised ``returned`` to this value. ``flags``: where these are."""
     if statistics is not None:
-        # One rank behind the other, so that time is of one of them.
+        # One rank after the other, so that the time of each wait is that of one rank.
         for distance in range(1, EXTENTS.W):
             source = (ctx.cur_rank + distance) % EXTENTS.W
             begun = begin_wait(statistics)

@@ -1,4 +1,4 @@
-"""dispatch: each token's row to the ranks of its experts, once a rank, and there to the rows of the experts.
+"""dispatch: each token's row goes once to every rank that has one of its experts, and there to the experts' rows.
 
 A token keeps its number on the way: row t of rank s lies in row t of s's region at the receiver, whether or not the
 rows before it came there. So a sender needs to ask nobody, and a receiver knows where each row is. What a receiver
@@ -6,11 +6,11 @@ cannot know is how many rows each expert gets from the tokens before. So ranks a
 program's tokens, the number of rows by expert.
 
 Over the link, in one step, from each rank to each other: the choices, 8 K bytes a token, and 4 LOCAL bytes a program
-with tokens; a row of H elements for each token with an expert there, and its factors if it is of fp8. Locally every row
-is read and written once more for each of its experts; own tokens' rows are read where they are.
+with tokens; a row of H elements for each token with an expert there, and its scale factors if it is of fp8. Locally
+every row is read and written once more for each of its experts; own tokens' rows are read where they are.
 
 There are two kinds of programs, P of each, so that the link and the memory are busy at once. Program p of each kind
-serves the p-th share of a rank's tokens, some at a time, a step. One that sends:
+serves the p-th share of a rank's tokens, in steps of `Extents.STEP` tokens. One that sends:
 
 1. sends the choices of its rank's tokens, and their counts, to all ranks; then it adds 1 to ``routed`` of all;
 2. step by step, sends the rows of its rank's tokens to the other ranks; then it raises ``sent`` of all.
@@ -22,10 +22,10 @@ It waits for nothing. One that receives:
 4. step by step, for each rank, waits for ``sent`` of program p there, and copies the rows to the places of their
    experts.
 
-So ranks need only that all their programs are resident: two of them share a multiprocessor (`iris.experts.calls`), and
-those that send have the lower numbers, so that they begin first. The two kinds may also be launched one behind the
-other, each alone, with anything in between (``async_op=True``). Who writes which word, and why it may be written
-again: `iris.experts.memory`.
+So there is no deadlock if all programs of a rank are resident: two of them share a multiprocessor
+(`iris.experts.calls`). Those that send have the lower numbers, so that they begin first. The two kinds may also be two
+launches, one after the other, with anything in between (``async_op=True``). Who writes which word, and why it may be
+written again: `iris.experts.memory`.
 """
 
 import triton
@@ -56,7 +56,7 @@ from iris.language.ordering import store_after_sync
 
 @triton.jit
 def send_choices(ctx, slot, topk_ids, topk_weights, tokens, weighted, EXTENTS: tl.constexpr):
-    """Step 1."""
+    """Step 1: number this program's choices, send them and their counts to all ranks, and signal ``routed``."""
     EXPERTS: tl.constexpr = EXTENTS.EXPERTS
     CHOICES: tl.constexpr = EXTENTS.CHOICES
     rank, program = ctx.cur_rank, tl.program_id(0)
@@ -90,7 +90,7 @@ def send_choices(ctx, slot, topk_ids, topk_weights, tokens, weighted, EXTENTS: t
 def send(
     ctx, slot, x, scales, topk_ids, topk_weights, tokens, weighted, call, FORM: tl.constexpr, EXTENTS: tl.constexpr
 ):
-    """Steps 1 and 2."""
+    """What a program that sends does: steps 1 and 2."""
     rank, program = ctx.cur_rank, tl.program_id(0)
     first, last = chunk_of(tokens, program, EXTENTS)
     token = first + tl.arange(0, EXTENTS.STEP)
@@ -120,15 +120,15 @@ def send(
                 EXTENTS=EXTENTS,
             )
             token, bits = next_token, next_bits
-            # To this rank too, whose own rows are sent where they are divided.
+            # To this rank too: rows that are quantized go by way of its own region.
             signal_all(ctx, slot.sent + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + step + 1)
 
 
 @triton.jit
 def turn_of(turn, tokens, rank, program, SIZE: tl.constexpr, EXTENTS: tl.constexpr):
-    """The source, and the tokens [first, last) of it, of a program's ``turn``: by turns ``SIZE`` of each rank.
+    """The source of a program's ``turn``, and its tokens [first, last). Turns go round the ranks, ``SIZE`` tokens each.
 
-    ``tokens``: of each rank.
+    ``tokens``: how many each rank has.
     """
     source = (rank + turn % EXTENTS.W) % EXTENTS.W
     first, last = tokens_of_step(tokens, source, turn // EXTENTS.W, program, SIZE=SIZE, EXTENTS=EXTENTS)
@@ -137,7 +137,7 @@ def turn_of(turn, tokens, rank, program, SIZE: tl.constexpr, EXTENTS: tl.constex
 
 @triton.jit
 def words_of_turn(slot, turn, tokens, rank, program, EXTENTS: tl.constexpr):
-    """What the rank has sent of its tokens, whose choices are placed together."""
+    """The choices of a turn's tokens, in the words that their rank has sent (`iris.experts.numbering`)."""
     source, first, last = turn_of(turn, tokens, rank, program, SIZE=EXTENTS.COUNTED, EXTENTS=EXTENTS)
     token = first + tl.arange(0, EXTENTS.COUNTED)
     return load_words(slot, tl.cast(source, tl.int64) * EXTENTS.M + token, token < last, EXTENTS)
@@ -145,9 +145,9 @@ def words_of_turn(slot, turn, tokens, rank, program, EXTENTS: tl.constexpr):
 
 @triton.jit
 def place_choices(slot, layout, later, start, tokens, rank, program, turns, EXTENTS: tl.constexpr):
-    """Where the choices of a program's tokens go, to ``places``.
+    """Store to ``places`` to which row each choice of a program's tokens goes.
 
-    ``later``: of `words_of_turn`, the first. ``start``: of `rows_of`.
+    ``later``: `words_of_turn` of turn 0. ``start``: as `rows_of` takes it.
     """
     k = choices(EXTENTS)
     for turn in range(turns):
@@ -165,12 +165,12 @@ def place_choices(slot, layout, later, start, tokens, rank, program, turns, EXTE
 def receive(
     ctx, slot, x, scales, layout, statistics, program, call, alignment, FORM: tl.constexpr, EXTENTS: tl.constexpr
 ):
-    """Steps 3 and 4."""
-    DIVIDED: tl.constexpr = FORM.QUANTIZE != NOT
+    """What a program that receives does: steps 3 and 4."""
+    QUANTIZED: tl.constexpr = FORM.QUANTIZE != NOT
     STARTS: tl.constexpr = EXTENTS.RANKS * EXTENTS.LOCALS
     rank, peers = ctx.cur_rank, lanes()
     if statistics is not None:
-        # One rank behind the other, so that time is of one of them.
+        # One rank after the other, so that the time of each wait is that of one rank.
         for distance in range(EXTENTS.W):
             source = (rank + distance) % EXTENTS.W
             begun = begin_wait(statistics)
@@ -201,7 +201,7 @@ def receive(
             slot, layout, later, start, tokens=tokens, rank=rank, program=program, turns=turns, EXTENTS=EXTENTS
         )
         if FORM.MOVES:
-            # What other threads have stored is read.
+            # Places that other threads have stored are read next.
             cta_sync()
             for turn in range(steps_of(first, last, EXTENTS.STEP) * EXTENTS.W):
                 source, begin_of, end_of = turn_of(turn, tokens, rank, program, SIZE=EXTENTS.STEP, EXTENTS=EXTENTS)
@@ -209,8 +209,8 @@ def receive(
                     token = begin_of + tl.arange(0, EXTENTS.STEP)
                     there = tl.cast(source, tl.int64) * EXTENTS.M + token
                     rows = load_places(layout.places, there, token < end_of, EXTENTS)
-                    # Own rows have not gone anywhere, unless they were divided.
-                    if (source != rank) | DIVIDED:
+                    # Own rows are read where they are, unless they were quantized.
+                    if (source != rank) | QUANTIZED:
                         flag = slot.sent + source * EXTENTS.PROGRAMS + program
                         begun = begin_wait(statistics)
                         ctx.wait(flag, call * EXTENTS.STEPS + turn // EXTENTS.W + 1, cmp="reached")

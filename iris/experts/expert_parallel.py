@@ -187,9 +187,9 @@ class ExpertParallel:
             With an x of fp8, float32: ``[tokens, 1]``, a factor a token, or ``[tokens, hidden / 128]`` (rounded up),
             one for each 128 elements. They travel beside the rows, to ``received.scales``.
         quantize : "fp8_row", "fp8_block128", optional
-            Rows of ``dtype`` travel as float8_e4m3fn (on CDNA3 float8_e4m3fnuz), divided by such factors on the way:
-            the largest absolute value of a row, or of 128 elements, becomes the largest of the type. The same on all
-            ranks. As for an x of fp8, the first call compiles.
+            Rows of ``dtype`` travel as float8_e4m3fn (on CDNA3 float8_e4m3fnuz), quantized with such factors: the
+            largest absolute value of a row, or of 128 elements, becomes the largest of the type. The same on all ranks.
+            As for an x of fp8, the first call compiles.
         layout : "expanded", "compact"
             How rows lie: see `Received`.
         num_tokens : torch.Tensor, optional

@@ -13,7 +13,7 @@ class Extents(NamedTuple):
     W: int
     """Ranks."""
     E: int
-    """Experts of all ranks, and of each."""
+    """Experts of all ranks, and of one rank."""
     LOCAL: int
     K: int
     """Choices of a token at most."""
@@ -22,11 +22,11 @@ class Extents(NamedTuple):
     H: int
     """Elements of a row."""
     EXPERTS: int
-    """The powers of two from E, LOCAL and K on."""
+    """E, LOCAL and K, each rounded up to a power of two."""
     LOCALS: int
     CHOICES: int
     RANKS: int
-    """The one from W on."""
+    """W, rounded up to a power of two."""
     COUNTED: int
     """Tokens whose choices a program compares with each other."""
     STEP: int
@@ -86,7 +86,7 @@ class Scales(NamedTuple):
     """The factors of rows of fp8, float32."""
 
     given: Any
-    """``[tokens, SCALES]``, those of own tokens; anything where rows are divided on the way."""
+    """``[tokens, SCALES]``, those of own tokens; anything where rows are quantized on the way."""
     sent: Any
     """``[W, M, SCALES]``, symmetric."""
     placed: Any
@@ -107,7 +107,7 @@ class Form(NamedTuple):
     """Factors of a row, and the power of two from there on."""
     LANES: int = 1
     QUANTIZE: str = "not"
-    """Whether rows are divided: "not", "by row" or "by block" of ``GROUP`` elements."""
+    """Whether rows are quantized: "not", "by row" or "by block" of ``GROUP`` elements."""
     GROUP: int = 1
     LARGEST: float = 0.0
     """The largest number of the type that they are rounded to."""

@@ -18,11 +18,11 @@ and "receiver p" are the p-th of them. The symmetric part of a slot:
     partials  [W, M, H]      d's combine, on the token's rank                receiver p of combine
     staged    [W, 6, M/32]   d's combine in stages, on the others            combine in stages
 
-Rows of fp8 lie in the first part of ``rows``, and their factors behind them.
+Rows of fp8 lie in the first part of ``rows``, and their factors after them.
 
-A call is one launch, or with ``async_op=True`` two: its senders alone, P programs, and behind them its receivers. Other
+A call is one launch, or with ``async_op=True`` two: its senders alone, P programs, and after them its receivers. Other
 calls may lie in between, but none of this slot: the host gives it to no other dispatch before the receivers of the
-combine are enqueued. So "a launch behind" a call is behind both halves, and a combine is behind the receivers of its
+combine are enqueued. So "a launch after" a call comes after both halves, and a combine comes after the receivers of its
 dispatch, which return what it is given.
 
 ``calls`` counts the dispatches of the slot, and the combine of one has its number. So a replayed graph needs nothing of
@@ -31,7 +31,7 @@ one launch of its senders and one of its receivers, or one of both; so either ki
 others of the same dispatch have ended or not, and in combine n both find n.
 
 The flags only rise and are never reset; waits are for a value to be *reached*, by a wrapping difference.
-Each is a release at system scope behind what its program has stored, and is waited for with acquire:
+Each is set with release at system scope, after its program's stores, and waited for with acquire:
 
 1. ``routed[s]`` is n P when all senders of rank s have sent tokens, tallies, choices and weights of dispatch n: none
    adds for the n-th time before all have for the (n - 1)-th, which was an earlier launch.
@@ -41,16 +41,16 @@ Each is a release at system scope behind what its program has stored, and is wai
 4. ``returned[d, p]`` is at n S + i when sender p of d has stored the sums of i steps of each rank, and at n S + S - 1
    when it has of all. It is the last that this program does with what came from other ranks.
 
-Why dispatch n + 1 of rank s may write to d what dispatch n wrote: it is a launch behind combine n of s, whose receivers
+Why dispatch n + 1 of rank s may write to d what dispatch n wrote: it is a launch after combine n of s, whose receivers
 have all waited for the last value of ``returned[d, p]``, each for its p. So all senders of d's combine had read what
 they read of other ranks; d's receivers read their own rank's tokens, choices and weights alone, and ``partials``, of
-which below. What d's dispatch n reads, its receivers had read when d's combine began, a launch behind them. The host
-gives a slot to another dispatch only behind the combine; without one, `Received.release` enqueues a barrier of all
+which below. What d's dispatch n reads, its receivers had read when d's combine began, a launch after them. The host
+gives a slot to another dispatch only after the combine; without one, `Received.release` enqueues a barrier of all
 ranks, which does the same.
 
 Why combine n of s may write weights to d: nothing reads them in dispatch, and d's combine n - 1 is over, by the above.
 
-Why combine n of d may write to ``partials`` of s: d has waited for ``routed[s]`` of dispatch n, which s adds to behind
+Why combine n of d may write to ``partials`` of s: d has waited for ``routed[s]`` of dispatch n, which s adds to after
 its combine n - 1, where it has read them.
 
 Each rank makes the same calls in the same order, so the ranks give slots alike. All calls of one rank follow each
@@ -145,7 +145,7 @@ def extents(
 
 
 def slot_parts(extents: Extents | FewTokens, dtype: torch.dtype) -> list[Part]:
-    """The parts of a slot, one behind the other; flags first."""
+    """The parts of a slot, one after the other; flags first."""
     if isinstance(extents, FewTokens):
         return in_a_row(shapes(extents, dtype))
     W, M, K, H, programs = extents.W, extents.M, extents.K, extents.H, extents.PROGRAMS
@@ -168,7 +168,7 @@ def slot_parts(extents: Extents | FewTokens, dtype: torch.dtype) -> list[Part]:
 
 
 def in_a_row(parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> list[Part]:
-    """Each behind the one before."""
+    """Each after the one before."""
     found: list[Part] = []
     begin = 0
     for name, (shape, dtype) in parts.items():
@@ -198,7 +198,7 @@ class Memory:
     Attributes
     ----------
     mapping : Mapping
-        The symmetric part: one slot behind the other.
+        The symmetric part: one slot after the other.
     abort_flag : AbortFlag
         Of the group.
     slots : list of Slot, or of LowLatencySlot
@@ -261,7 +261,7 @@ class Memory:
     def narrow(
         self, number: int, layout: str, dtype: torch.dtype, scales: int
     ) -> tuple[Slot | LowLatencySlot, Layout, Scales]:
-        """The same memory for rows of fp8 with so many factors each, which lie behind all rows."""
+        """The same memory for rows of fp8 with so many factors each, which lie after all rows."""
         slot, tensors = self.slots[number], self.layouts[number][layout]
         rows, placed = split_rows(tensors.rows, dtype, scales)
         if isinstance(slot, LowLatencySlot):

@@ -1,7 +1,7 @@
 """Which row each choice of a token gets: by two numbers, of which its own rank knows one, and the expert's the other.
 
 Rows of an expert lie in the order of ranks and of their tokens. So a choice's row is where those of the expert begin,
-and behind it as many as tokens before this one have, of earlier ranks, of earlier programs of its rank, and of its own
+plus as many rows as the tokens before this one have: of earlier ranks, of earlier programs of its rank, and of its own
 program. The last is the choice's *number*. The program that sends counts it, once for all receivers, and it travels
 with the expert in one word of 32 bits:
 
@@ -104,7 +104,7 @@ def add_tallies(slot, tokens, until, EXTENTS: tl.constexpr):
 
 @triton.jit
 def first_rows(total, alignment, EXTENTS: tl.constexpr):
-    """Where the rows of each local expert, ``total``, begin, and end with what is left free behind them.
+    """Where the rows of each local expert, ``total``, begin, and end with what is left free after them.
 
     ``alignment`` 0: each expert has room for all that may come. Else this depends on how many come.
     """

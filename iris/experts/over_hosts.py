@@ -9,7 +9,7 @@ A rail has the ranks with one local rank, one on each host (`iris.world.rail`). 
 
 So a token crosses the network once for each other host, whatever experts it has there, and then goes once to each of
 their ranks. A token without experts on a host is none of the choices there. Numbers of tokens are not known on the
-host, so a rail always carries M of each rank. Rows of fp8 are divided before they travel.
+host, so a rail always carries M of each rank. Rows are quantized before they travel.
 
 Sums are formed within a host as on one alone, and rounded; then over hosts in the order of these, in float32, and
 rounded once more. They are the same from run to run.
@@ -115,7 +115,7 @@ class CallsOverHosts(Calls):
         with self._in_step("dispatch"), torch.no_grad():
             # The combine leaves rows behind these alone, and the program may have written another number by then.
             counted = None if num_tokens is None else num_tokens.clone()
-            wait, gathered = self._gather(*divided(to_read(x), x_scales, form), topk_ids, topk_weights, counted)
+            wait, gathered = self._gather(*quantized(to_read(x), x_scales, form), topk_ids, topk_weights, counted)
         if not async_op:
             return receive()
         return self._pend("dispatch() over hosts", [*used, *gathered], receive)
@@ -288,8 +288,8 @@ class CallsOverHosts(Calls):
         return arrived
 
 
-def divided(x: torch.Tensor, x_scales: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows as they travel, and their factors: those of `iris.experts.rows`, where rows are to be divided."""
+def quantized(x: torch.Tensor, x_scales: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows as they travel, and their factors: those of `iris.experts.rows`, where rows are to be quantized."""
     if form.QUANTIZE == NOT.value:
         return x, x_scales
     hidden = x.shape[1]

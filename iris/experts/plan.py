@@ -157,8 +157,12 @@ class Plans:
         return self._views[format]
 
 
-def kind_of(tensor: Any) -> Any:
-    """What a plan depends on of a tensor, or of None."""
+def dtypes_and_shapes(*tensors: Any) -> tuple:
+    """What a plan depends on of each: its dtype, shape and device; None for None, `UNCOMMON` for an unusual tensor."""
+    return tuple([_dtype_and_shape(each) for each in tensors])
+
+
+def _dtype_and_shape(tensor: Any) -> Any:
     if tensor is None:
         return None
     if (

@@ -29,7 +29,7 @@ class Owner(Protocol):
 class Received:
     """Returned by `ExpertParallel.dispatch`; in use until it is combined or released. Never made by a program.
 
-    Rows of one expert lie one behind the other, in the order of ranks and of their tokens; over several hosts in that
+    Rows of one expert lie one after the other, in the order of ranks and of their tokens; over several hosts in that
     of local ranks, of hosts, and of tokens. What lies behind them is
     undefined, and zeros after `zero_padding`. All tensors are on the device, written by the stream of the dispatch; the
     next dispatch in the same memory writes over them.

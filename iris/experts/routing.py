@@ -5,13 +5,13 @@ import triton.language as tl
 
 from iris.language.barrier import lanes
 
-# What a launch does: all of a call; or one of its halves: what sends, or behind it what receives.
+# What a launch does: all of a call; or one of its halves, first what sends, then what receives.
 WHOLE, SEND, RECEIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
 def number_of_program(PHASE: tl.constexpr, EXTENTS: tl.constexpr):
-    """Among those that send and, behind them, those that receive."""
+    """This program's number in the whole call: first come those that send, then those that receive."""
     program = tl.program_id(0)
     if PHASE == RECEIVE:
         program += EXTENTS.PROGRAMS
@@ -39,15 +39,15 @@ def chunk_of(tokens, program, EXTENTS: tl.constexpr):
 
 @triton.jit
 def of_rank(numbers, rank, EXTENTS: tl.constexpr):
-    """The one of this rank, of ``numbers`` with one of each."""
+    """The element of ``numbers``, which has one for each rank, that is this rank's."""
     return tl.sum(tl.where(tl.arange(0, EXTENTS.RANKS) == rank, numbers, 0), axis=0)
 
 
 @triton.jit
 def tokens_of_step(tokens, source, step, program, SIZE: tl.constexpr, EXTENTS: tl.constexpr):
-    """Those of rank ``source`` that a program serves in a step of so many of them, [first, last).
+    """The tokens of rank ``source`` that a program serves in a step of ``SIZE`` of them, [first, last).
 
-    ``tokens``: of each rank.
+    ``tokens``: how many each rank has.
     """
     first, last = chunk_of(of_rank(tokens, source, EXTENTS), program, EXTENTS)
     first += step * SIZE
@@ -56,13 +56,13 @@ def tokens_of_step(tokens, source, step, program, SIZE: tl.constexpr, EXTENTS: t
 
 @triton.jit
 def steps_of(first, last, STEP: tl.constexpr):
-    """How many steps of so many tokens the tokens [first, last) take."""
+    """How many steps of ``STEP`` tokens the tokens [first, last) take."""
     return (last - first + STEP - 1) // STEP
 
 
 @triton.jit
 def choices(EXTENTS: tl.constexpr):
-    """The numbers of a token's choices, and behind them up to a power of two."""
+    """The indices of a token's choices, from 0 up to the next power of two of K: the last ones may be no choices."""
     return tl.arange(0, EXTENTS.CHOICES)
 
 
@@ -110,14 +110,14 @@ def any_is(values, wanted):
 
 @triton.jit
 def signal_all(ctx, flag, value):
-    """Set the copies of a flag of all ranks, behind what this program has stored there."""
+    """Set the copies of a flag on all ranks, after what this program has stored there."""
     peers = lanes()
     ctx._signal_ranks(flag, value + 0 * peers, peers, here=peers < ctx.num_ranks)
 
 
 @triton.jit
 def signal_others(ctx, flag, value):
-    """Set the copies of a flag of all other ranks, behind what this program has stored there."""
+    """Set the copies of a flag on all other ranks, after what this program has stored there."""
     peers = lanes()
     ctx._signal_ranks(flag, value + 0 * peers, peers, here=(peers < ctx.num_ranks) & (peers != ctx.cur_rank))
 

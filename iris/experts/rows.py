@@ -1,8 +1,8 @@
-"""How the rows of a dispatch travel, and the factors of narrow ones.
+"""How the rows of a dispatch travel, and the scale factors of fp8 rows.
 
-Rows of fp8 have factors, float32: one a row, or one for each 128 elements. They travel beside the row. Rows of a wider
-type may be divided by such factors on the way, before they are sent: a factor is the largest absolute value over the
-largest number of the narrow type. Own rows then pass through this rank's region, too, so that they are divided once.
+Rows of fp8 have factors, float32: one a row, or one for each 128 elements. They travel beside the row. The sender may
+quantize rows of a wider type to fp8: a factor is then the largest absolute value over fp8's largest number. Its own
+rows then go by way of its region too, so that they are quantized once.
 
 A program moves the rows of a step's tokens together, some columns at a time, so that the loads of many rows are under
 way at once.
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from iris.experts.routing import has_bit
 
-# So that a row of zeros has a factor that divides.
+# The smallest factor: a row of zeros is divided by it, too.
 SMALLEST = tl.constexpr(1e-12)
 NOT, BY_ROW, BY_BLOCK = tl.constexpr("not"), tl.constexpr("by row"), tl.constexpr("by block")
 # Elements of a block that has a factor.
@@ -27,8 +27,8 @@ def copied_columns(element, extents):
 
 
 @triton.jit
-def divide_blocks(data, element: tl.constexpr, FORM: tl.constexpr):
-    """Columns of rows, float32, in blocks with a factor each: as ``element``, and the factors of each row."""
+def quantize_blocks(data, element: tl.constexpr, FORM: tl.constexpr):
+    """Columns of rows, float32, quantized to ``element`` in blocks of GROUP; returns them, and each row's factors."""
     ROWS: tl.constexpr = data.shape[0]
     COLUMNS: tl.constexpr = data.shape[1]
     GROUP: tl.constexpr = FORM.GROUP
@@ -40,7 +40,7 @@ def divide_blocks(data, element: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def row_factors(rows, there, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """The one of each whole row. ``rows``: where they begin, if they are ``there``."""
+    """The factor of each whole row. ``rows``: where they begin, if they are ``there``."""
     STEP: tl.constexpr = EXTENTS.STEP
     peak = tl.zeros((STEP,), dtype=tl.float32)
     column = tl.arange(0, EXTENTS.BLOCK)
@@ -52,7 +52,7 @@ def row_factors(rows, there, FORM: tl.constexpr, EXTENTS: tl.constexpr):
 
 @triton.jit
 def load_columns(rows, there, columns, WIDTH: tl.constexpr, other: tl.constexpr = None):
-    """Columns of rows of so many that begin at ``rows``, if they are ``there``; behind the last one ``other``."""
+    """Columns of rows of ``WIDTH`` elements that begin at ``rows``, if they are ``there``, and ``other`` beyond."""
     return tl.load(rows[:, None] + columns[None, :], mask=there[:, None] & (columns < WIDTH)[None, :], other=other)
 
 
@@ -75,17 +75,17 @@ def send_rows(
 ):
     """Send rows of this rank's tokens, and their factors, to the ranks of their ``bits``.
 
-    Rows that are divided on the way go to this rank too. ``found``: their first columns. Returns those of the next
-    ones, which are under way then.
+    Rows that are quantized go to this rank too. ``found``: their first columns, loaded before. Returns the first
+    columns of the next tokens' rows, whose loads are under way then.
     """
     GROUP: tl.constexpr = FORM.GROUP
     BLOCK: tl.constexpr = EXTENTS.BLOCK
-    DIVIDED: tl.constexpr = FORM.QUANTIZE != NOT
+    QUANTIZED: tl.constexpr = FORM.QUANTIZE != NOT
     BLOCKED: tl.constexpr = FORM.QUANTIZE == BY_BLOCK
     element: tl.constexpr = slot.rows.dtype.element_ty
     rank, column = ctx.cur_rank, tl.arange(0, BLOCK)
     there = tl.cast(rank, tl.int64) * EXTENTS.M + token
-    if DIVIDED and not BLOCKED:
+    if QUANTIZED and not BLOCKED:
         factor = row_factors(x + tl.cast(token, tl.int64) * EXTENTS.H, bits != 0, FORM, EXTENTS)
     for begin in range(0, EXTENTS.H, BLOCK):
         # The next columns are under way while these are sent: behind the last ones the next tokens' first ones.
@@ -99,13 +99,13 @@ def send_rows(
         )
         columns = begin + column
         if BLOCKED:
-            data, factors = divide_blocks(found.to(tl.float32), element, FORM)
-        elif DIVIDED:
+            data, factors = quantize_blocks(found.to(tl.float32), element, FORM)
+        elif QUANTIZED:
             data = (found.to(tl.float32) / factor[:, None]).to(element)
         else:
             data = found
         target = slot.rows + (there * EXTENTS.H)[:, None] + columns[None, :]
-        for distance in range(0 if DIVIDED else 1, EXTENTS.W):
+        for distance in range(0 if QUANTIZED else 1, EXTENTS.W):
             peer = (rank + distance) % EXTENTS.W
             sent = has_bit(bits, peer)[:, None]
             ctx.store(target, data, peer, mask=sent & (columns < EXTENTS.H)[None, :])
@@ -114,11 +114,11 @@ def send_rows(
                 to = scales.sent + (there * FORM.SCALES)[:, None] + group[None, :]
                 ctx.store(to, factors, peer, mask=sent & (group < FORM.SCALES)[None, :])
         found = later
-    if DIVIDED and not BLOCKED:
+    if QUANTIZED and not BLOCKED:
         for distance in range(0, EXTENTS.W):
             peer = (rank + distance) % EXTENTS.W
             ctx.store(scales.sent + there, factor, peer, mask=has_bit(bits, peer))
-    if FORM.SCALES > 0 and not DIVIDED:
+    if FORM.SCALES > 0 and not QUANTIZED:
         send_given_factors(ctx, scales, token=token, bits=bits, FORM=FORM, EXTENTS=EXTENTS)
     return found
 
@@ -165,7 +165,7 @@ def copy_rows(slot, x, scales, layout, token, source, rank, rows, FORM: tl.const
         group = tl.arange(0, FORM.LANES)
         given = scales.given + own * SCALES if STAY else None
         factors = load_own_or_sent(given, scales.sent + row * SCALES, is_own, there, columns=group, WIDTH=SCALES)
-    # Own rows have not gone anywhere, unless they were divided.
+    # Own rows are read where they are, unless they were quantized.
     own_row = x + own * H if STAY else None
     for begin in range(0, H, BLOCK):
         columns = begin + tl.arange(0, BLOCK)

@@ -1,6 +1,6 @@
 """A token's rows on this rank, added up: what combine and combine in stages share.
 
-A program adds up one token's rows at a time, a *piece* of some columns of one row behind the other. The next pieces are
+A program adds up one token's rows at a time, a *piece* of some columns of one row after the other. The next pieces are
 under way meanwhile: of this sum's rows, and behind these of the next sum's. A choice whose expert is elsewhere has no
 piece: of many tokens these are half of the choices and more.
 """

@@ -30,7 +30,7 @@ def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
     torch.cuda.set_device(), since it tells the others where this rank runs. When an operator first runs, the ranks of
     its group meet on the host: run a model once before you capture it in a CUDA graph by hand, or
     `FirstUseInCaptureError` is raised. Where weights are split unevenly, operators are a product and a collective, one
-    behind the other. Sums are formed in float32 and rounded once, so results differ by rounding from those of other
+    after the other. Sums are formed in float32 and rounded once, so results differ by rounding from those of other
     back ends.
     """
     if not _on:

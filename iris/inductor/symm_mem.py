@@ -70,7 +70,7 @@ def fused_all_gather_scaled_matmul(
         and all(scale is None for scale in result_scales)
         and all(_fit(A, each.b, gather_dim, size, NARROW) and _can_scale(each) for each in factors)
         and gather_dim < A.dim() - 1
-        and _kind_of_scale(A, A_scale, gather_dim, size)
+        and _scale_coverage(A, A_scale, gather_dim, size)
     )
     if not fits:
         return _by_torch(
@@ -188,7 +188,7 @@ def _can_scale(factor: Factor) -> bool:
     return (scale.numel() == 1 or scale.shape == (1, factor.b.shape[1])) and (bias is None or bias.dtype in WIDE)
 
 
-def _kind_of_scale(a: Tensor, scale: Tensor, gather_dim: int, size: int) -> str | None:
+def _scale_coverage(a: Tensor, scale: Tensor, gather_dim: int, size: int) -> str | None:
     """What the factors of a gathered A are of, looked at in torch's order; None if that is nothing known here."""
     if scale.dtype != torch.float32:
         return None
@@ -278,7 +278,7 @@ def _multiply(gathered: Tensor | None, factor: Factor, scale: Tensor | None) -> 
 
 def _of_all_rows(context: Any, scale: Tensor, a: Tensor, dim: int) -> Tensor:
     """The factors of all ranks' rows, in the order in which A is gathered; or the one of all."""
-    kind = _kind_of_scale(a, scale, dim, context.num_ranks)
+    kind = _scale_coverage(a, scale, dim, context.num_ranks)
     if kind == "all":
         return scale.reshape(1)
     rows = scale.movedim(dim, 0).reshape(-1)

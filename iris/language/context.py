@@ -85,15 +85,16 @@ class DeviceContext:
     def translate(self, ptr, rank):
         """The address of ``rank``'s copy of ``ptr``, for the language's own loads, stores and atomics.
 
-        Call it in front of a loop that goes to the same peer each time: it costs one 8-byte load of the peer's heap
-        base, from a table in the caller's memory.
+        Call it before a loop that goes to the same peer each time: it costs one 8-byte load of the peer's heap base,
+        from a table in the caller's memory.
         """
         if in_simulator():
             # Where ``ptr`` is used, and under which mask, is not known here.
             check_reach(ptr, False, self.base, rank)
         base = base_of(self.table, rank)
         if guards(self.table.type):
-            # Somebody uses it, under which mask nobody knows: the caller's own copy is there for that.
+            # Under which mask it will be used is not known here. For a rank of another host, which cannot be reached,
+            # it is the caller's own copy.
             self._within_host(ptr, rank, None)
             base = tl.where(base == 0, self.base, base)
         return translate(ptr, self.base, base)
@@ -106,7 +107,7 @@ class DeviceContext:
 
     @jit
     def _within_host(self, ptr, rank, mask):
-        """``mask`` for an access to ``rank`` without what would go to another host, where accesses are guarded."""
+        """``mask`` for an access to ``rank``, less what would go to another host. Where accesses are guarded."""
         return guarded(ptr, rank, mask, table=self.table, record=self._record())
 
     @jit
@@ -120,7 +121,7 @@ class DeviceContext:
 
     @jit
     def _check(self, ptr, mask, rank):
-        """That ``ptr`` is this heap's: always in the simulator, on a GPU where it was asked for."""
+        """Check that ``ptr`` is in this heap: always in the simulator, on a GPU where it was asked for."""
         if in_simulator():
             check_reach(ptr, mask, self.base, rank)
         elif CHECKS_POINTERS:

@@ -27,7 +27,7 @@ def gdc_wait():
 def gdc_launch_dependents():
     """Let the next launch on the stream begin, if it may begin early, once all programs have come here.
 
-    For small kernels, behind `gdc_wait`, so that at most one kernel of a stream is resident before its turn.
+    For small kernels, after `gdc_wait`, so that at most one kernel of a stream is resident before its turn.
     """
     if launches_early():
         tl.inline_asm_elementwise(

@@ -16,7 +16,7 @@ KINDS = device_record.KINDS
 WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.NANOSECONDS)
 CHECKS_POINTERS = tl.constexpr(device_record.CHECKS_POINTERS and not simulator.ACTIVE)
 
-# Reading the clock takes two atomics of every program on one word (`nanoseconds`), one behind the other where hundreds
+# Reading the clock takes two atomics of every program on one word (`nanoseconds`), one after the other where hundreds
 # begin to wait together. A wait that ends in time should not pay for them, so it polls so often before it reads the
 # clock. The limit is late by the time of these polls.
 POLLS_WITHOUT_CLOCK = tl.constexpr(1000)

@@ -11,6 +11,7 @@ from iris.language.address import check_copy, check_reach, in_simulator, transla
 from iris.language.failures import CHECKS_POINTERS, check_pointer
 from iris.language.jit import jit
 from iris.language.locality import base_of, elsewhere, guarded, guards
+from iris.language.note import note
 from iris.language.ordering import ACQ_REL, SYS
 from iris.language.ordering import atomic as ordered_atomic
 from iris.language.ordering import atomic_cas as ordered_cas
@@ -64,6 +65,8 @@ def load(
     hint: tl.constexpr = None,
 ):
     """Read ``from_rank``'s copy of ``pointer``; returns the values. ``to_rank`` is the caller."""
+    if in_simulator():
+        note("loads_for_caller")
     tracing = tracing_of(heap_bases, to_rank)
     event = tracing.begin_move("load", pointer, from_rank, mask)
     if guards(heap_bases.type):

@@ -1,4 +1,4 @@
-"""Lamport-style messages: each element is its own flag. One hop, no flag and no fence behind the data, no extra bytes.
+"""Lamport-style messages: each element is its own flag. One hop, no flag and no fence after the data, no extra bytes.
 
 An element of a floating-point type is sent with its bits inverted, and memory is cleared to zero before: zero is the
 *sentinel*, which says that nothing is here yet. The pattern of all ones, a NaN, would be zero on the way: it is sent as

@@ -1,9 +1,9 @@
 """One round of polling for Lamport-style messages; or, on NVIDIA, the whole wait, of each warp for its own data.
 
-What a block decides together takes a reduction over its threads, and in most of a wait the last round's: it begins when
-the last element has come, and takes as long as what is left to do. A warp needs no other warp's elements. So on NVIDIA
-each thread polls the vectors of 16 bytes that it has of each part, in PTX, and its warp goes on as soon as all of its
-threads have theirs. A loop of the language is one for all threads, therefore it is not written in that.
+A loop of Triton's is one for the whole block: whether to go on takes a reduction over all threads. The last of these
+reductions begins only when the last element has come, and takes as long as all that is left to do. But a warp needs no
+other warp's elements. So on NVIDIA the loop is in PTX: each thread polls the vectors of 16 bytes that it has of each
+part, and its warp goes on as soon as its own threads have theirs.
 """
 
 import triton

@@ -1,9 +1,9 @@
 """LL messages: each word of 8 bytes is 4 bytes of data and 4 of flag, as in NCCL's protocol of that name.
 
-One hop, no flag and no fence behind the data, any data, at twice the bytes. A flag that follows data costs a fence, and
-a reader that sees it then goes for the data; here a message takes one trip over the link. The flag is the number of a
-round, the *epoch*. A reader waits until it is the one that it expects: in rounds over the same memory it tells this
-round's word from an older one's.
+For any data, in one hop, at twice the bytes. A separate flag would cost a fence between data and flag, and a second
+trip for the reader, from the flag to the data. Here a message takes one trip over the link. The flag is the number of a
+round, the *epoch*. A reader waits until it is the one that it expects: so it tells this round's word from one that an
+earlier round has left in the same memory.
 
 Why this needs no fence: a word is written by one access of 8 bytes, naturally aligned, and is never seen in part. (PTX
 ISA, "Memory Consistency Model", promises that for strong accesses, of which a vector is one for each element. Here the

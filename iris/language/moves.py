@@ -9,6 +9,7 @@ import triton.language as tl
 from iris.language.address import check_copy, in_simulator
 from iris.language.jit import jit
 from iris.language.locality import guards
+from iris.language.note import note
 
 
 @jit
@@ -26,6 +27,8 @@ def load(
 
     It takes one round trip, for which the block waits when it first uses them.
     """
+    if in_simulator():
+        note("loads_for_caller")
     event = self.tracing.begin_move("load", ptr, from_rank, mask)
     if guards(self.table.type):
         mask = self._within_host(ptr, from_rank, mask)

@@ -8,7 +8,7 @@ The rules that both files keep, for the *whole block* (all threads of a program)
   thread, and a release only orders what that thread did or has observed (PTX ISA, Memory Consistency Model, "Release
   and acquire patterns"; causality order is transitive through barriers). So a block barrier stands before it. Triton
   inserts that barrier from 3.9 on; until then nothing would order the other threads' stores.
-* An **acquire** operation comes before everything that the block does after it: a block barrier stands behind it, also
+* An **acquire** operation comes before everything that the block does after it: a block barrier follows it, also
   when nobody uses its result.
 * On AMD CDNA a barrier does not wait for other waves' stores (they are counted per wave by ``vmcnt``), so every wave
   drains its own stores before the barrier.
@@ -205,7 +205,7 @@ def signal(flag_ptr, value, op: tl.constexpr, scope: tl.constexpr = SYS):
     """Publish everything that the block did so far: a release of ``value`` into a flag.
 
     At "gpu" ``scope`` for programs of this GPU alone: it does not wait for what is on its way to peers. Returns
-    what the flag holds behind it.
+    what the flag holds after it.
     """
     tl.static_assert(possible("op", op), refusal("op", op))
     tl.static_assert(is_flag(flag_ptr.type), no_flag(flag_ptr.type))
@@ -333,5 +333,5 @@ def lock(lock_ptr, record):
 
 @jit
 def unlock(lock_ptr):
-    """Give a lock back, behind everything that the block did."""
+    """Give a lock back, after everything that the block did."""
     signal(lock_ptr, 0, "set")

@@ -1,13 +1,17 @@
 """out = the rows of all ranks' A, times B: a few programs send A, while the others multiply what is there.
 
-Every rank begins with its own rows, which are there already. Meanwhile the first programs of each send its rows to all
-peers, a slab of BLOCK_M rows after the other, in strips of SEND_M rows. A tile waits until all strips of its rows have
-arrived, and tiles come in the order in which slabs do: the first slab of every peer, then the second. A program takes
-the next strip, or tile, that nobody has; and those that send go on to tiles when there are no strips left.
+A *slab* is BLOCK_M rows of a rank's A, the rows of one row of tiles. It is sent in *strips* of ``SENDING.ROWS`` rows.
 
-Nobody waits in a circle, however few programs run at a time. The senders are the first programs of the grid, which a
-GPU begins first. Before any of them takes a tile, which may have to wait, all strips of its rank have been taken, by
-programs that run and wait for nobody but until all ranks have begun.
+1. The first ``SENDING.PROGRAMS`` programs of the grid send this rank's strips to all peers. When no strips are left
+   they go on with step 2.
+2. All other programs compute tiles: first those of this rank's own slabs, which are there already, then those of the
+   first slab of every peer, of the second, and so on. A tile waits until all strips of its slab have arrived.
+
+Programs draw strips and tiles from counters in memory (`take`), so whoever is free does what is next.
+
+There is no deadlock, however few programs run at a time. A GPU begins the first programs of the grid first, which are
+the senders. Before one of them draws a tile, for which it may have to wait, all strips of its rank have been drawn: by
+programs that run, and that wait for nothing but the beginning of this call on all ranks.
 
 Over the link, each rank: its ``[m, K]`` of A to every peer, W - 1 times m K elements out, in one step.
 """
@@ -24,18 +28,18 @@ from iris.ops.kernel_arguments import Matrix
 
 
 @triton.jit
-def take(ticket, epoch, things, takers):
-    """The number of the next thing that nobody has; behind the last it is ``things`` or more.
+def take(ticket, epoch, items, takers):
+    """The index of the next item that nobody has drawn from this counter; ``items`` or more if none is left.
 
-    Every thing is taken once, and each of so many ``takers`` takes one too many; so the count rises by the same in
-    every call, and needs no reset. It orders nothing: what a tile is made of has flags of its own.
+    Each of the ``takers`` draws until none is left. So in every call the counter rises by ``items + takers``, and it
+    needs no reset. It orders nothing: the data of a tile have flags of their own.
     """
-    return tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") - (epoch - 1) * (things + takers)
+    return tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") - (epoch - 1) * (items + takers)
 
 
 @triton.jit
 def take_tile(tickets, epoch, tiles, TILING: tl.constexpr):
-    """The next of the tiles for this program's chiplet, each of which has a ticket of its own."""
+    """The next tile for this program's chiplet. Each chiplet has a counter of its own."""
     XCDS: tl.constexpr = TILING.XCDS
     chiplet = tl.program_id(0) % XCDS
     theirs, takers = tl.cdiv(tiles - chiplet, XCDS), tl.cdiv(tl.num_programs(0) - chiplet, XCDS)
@@ -44,7 +48,7 @@ def take_tile(tickets, epoch, tiles, TILING: tl.constexpr):
 
 @triton.jit
 def send(ctx, counts, ticket, epoch, a, gathered, m, K, slabs, strips, SENDING: tl.constexpr):
-    """One of the senders: store strips of this rank's ``[m, K]`` to its place in every peer's ``[W, m, K]``."""
+    """What a sender does: store strips of this rank's ``[m, K]`` to its place in every peer's ``[W, m, K]``."""
     W: tl.constexpr = ctx.num_ranks
     await_ready(ctx, counts, epoch)
     rank, step = ctx.cur_rank, m.to(tl.int64) * K
@@ -101,7 +105,7 @@ def all_gather_matmul(
     own_tiles, tiles = slabs * tiles_n, W * slabs * tiles_n
     number = take_tile(tickets + 1, epoch, tiles, TILING)
     while number < tiles:
-        # Own slabs come first, so that rows of peers have that time to arrive; then those of the peers by turns.
+        # Own slabs come first, so that rows of peers have that time to arrive; then slab 0 of every peer, then slab 1.
         own = number < own_tiles
         owner = rank
         if own:

@@ -44,15 +44,12 @@ def keep_residual(tensors, at, inside, x):
 
 
 @triton.jit
-def normalise(
-    tensors, at, inside, scaled, divisor, squares, peak, row, leads, eps, H: tl.constexpr, LARGEST: tl.constexpr
-):
-    """Store to ``out`` what is ``at`` some place in a row, ``inside`` it.
+def normalise(tensors, scaled, divisor, squares, peak, row, leads, eps, H: tl.constexpr, LARGEST: tl.constexpr):
+    """What becomes of ``scaled``: sums and residuals x, times the weight.
 
-    ``scaled``: sums and residuals x, times the weight. ``squares``: the sum of x * x over the row; ``peak``: the
-    largest absolute value of ``scaled``; ``divisor``: the given scale. ``leads``: this program writes what a row has
-    once. ``LARGEST``: of what ``out`` can hold, if that is fp8; else 0. Returns what it has stored, and the row's
-    factor: 1 if it has none.
+    ``squares``: the sum of x * x over the row; ``peak``: the largest absolute value of ``scaled``; ``divisor``: the
+    given scale. ``leads``: this program writes what a row has once. ``LARGEST``: of what ``out`` can hold, if that is
+    fp8; else 0. Returns what the caller stores to ``out``, and the row's factor: 1 if it has none.
     """
     shrink = tl.rsqrt(squares / H + eps)
     factor = 1.0
@@ -68,9 +65,7 @@ def normalise(
     if LARGEST > 0:
         y = tl.maximum(y, -LARGEST, propagate_nan=PROPAGATE)
         y = tl.minimum(y, LARGEST, propagate_nan=PROPAGATE)
-    y = y.to(tensors.out.dtype.element_ty)
-    tl.store(tensors.out + at, y, mask=inside)
-    return y, factor
+    return y.to(tensors.out.dtype.element_ty), factor
 
 
 @triton.jit
@@ -189,10 +184,8 @@ def one_shot_rms_norm(
             rank=rank,
             record=ctx._record(),
         )
-        normalise(
+        y, _ = normalise(
             tensors,
-            at,
-            inside,
             scaled,
             divisor=divisor,
             squares=squares,
@@ -203,6 +196,7 @@ def one_shot_rms_norm(
             H=H,
             LARGEST=LARGEST,
         )
+        tl.store(tensors.out + at, y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -311,10 +305,8 @@ def two_shot_rms_norm(
                 rank=rank,
                 record=ctx._record(),
             )
-            normalise(
+            y, _ = normalise(
                 tensors,
-                at,
-                inside,
                 scaled,
                 divisor=divisor,
                 squares=squares,
@@ -325,6 +317,7 @@ def two_shot_rms_norm(
                 H=H,
                 LARGEST=LARGEST,
             )
+            tl.store(tensors.out + at, y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -345,10 +338,8 @@ def rms_norm(tensors, rows, eps, H: tl.constexpr, ROW: tl.constexpr, LARGEST: tl
         keep_residual(tensors, at, inside, x)
         scaled = x * gain
         peak = tl.max(tl.abs(scaled), axis=0) if tensors.row_scales is not None else 0.0
-        normalise(
+        y, _ = normalise(
             tensors,
-            at,
-            inside,
             scaled,
             divisor=divisor,
             squares=tl.sum(x * x, axis=0),
@@ -359,3 +350,4 @@ def rms_norm(tensors, rows, eps, H: tl.constexpr, ROW: tl.constexpr, LARGEST: tl
             H=H,
             LARGEST=LARGEST,
         )
+        tl.store(tensors.out + at, y, mask=inside)

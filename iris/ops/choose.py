@@ -1,7 +1,7 @@
 """How a fused operation is carried out where the caller does not say: by what each way should take.
 
 The times are of a model with few figures, which `iris.machine.figures` has: what a tile takes for each k, what the link
-carries beside a product, what the vendor's GEMM and a collective take one behind the other. All that is here are its
+carries beside a product, what the vendor's GEMM and a collective take one after the other. All that is here are its
 formulas, and rules that do not depend on the machine. Elsewhere than on Hopper the vendor's GEMM and a collective are
 used.
 """
@@ -332,7 +332,7 @@ def copies_us(case: Case) -> float:
 
 
 def vendor_us(case: Case) -> float:
-    """Microseconds of the vendor's GEMM and a collective, one behind the other."""
+    """Microseconds of the vendor's GEMM and a collective, one after the other."""
     call, size, _, gpu = case
     (rows, depth), columns = call.a.shape, call.b.shape[1]
     multiplied = size * rows if call.name == "all_gather_matmul" else rows

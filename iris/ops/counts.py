@@ -1,22 +1,29 @@
-"""How the programs of a fused operation tell their peers what is done: counts in symmetric memory, one set a kind.
+"""How the programs of a fused operation tell their peers what is done: counts in symmetric memory, a set for each kind
+of operation.
 
-A call's number on a rank, its epoch, is one more than that of the last call with the same counts; each program keeps
-it for itself. Counts only rise, by the same in every call, so that a count of ``epoch`` times that means that
-everything of this call, and of all before it, is there. A program without a tile adds to ``done`` at once, maybe before
-another one's add of the call before is here, so the total may be reached without that one. What it stands for is here
-even then: the early program's rank has left that call, so it has acquired all of the adds to its own ``done``, which
-come behind the stores to all ranks, and its own add releases what it has acquired. Nothing is reset; comparisons wrap.
+A call's number on a rank, its *epoch*, is one more than that of the last call with the same counts; each program keeps
+it for itself. Nothing is reset. Every count rises by the same amount in every call, so a count of ``epoch`` times that
+amount means that all of this call, and of the calls before it, is there. Comparisons allow for wrap-around.
 
-* ``ready[r]``, set by program 0 of rank r on every rank when r's kernel begins: r's stream is past its last call, of
-  any kind, so what that one left in r's memory has been used and may be written over (`iris.ops.arena`). Every program
-  reads it before it first stores to r. It is not set again before all of them have: r's kernel does not end without
-  what they store.
-* ``done``, to which every program of every rank adds 1 behind all of its stores to this rank, with release. Program 0
-  waits for all with acquire, and the kernel does not end before it. For results that peers store; what travels in parts
-  is waited for part by part.
-* ``arrived[t]``, to which whoever sends of part t adds 1 behind its stores, with release; who uses part t waits for it.
-* Tickets, behind these: a program adds 1, on its own rank alone, and takes what has that number. They order nothing. In
-  a call all programs together add the same as in every other, and its launch comes behind that of the call before.
+* ``ready[r]``: program 0 of rank r sets it on every rank when r's kernel begins. r's stream is past its last call, of
+  any kind, so what that call left in r's memory has been used and may be overwritten (`iris.ops.arena`). Every program
+  reads it before it first stores to r. It is not set again before all of them have read it: r's kernel does not end
+  without what they store.
+* ``done``: every program of every rank adds 1, with release, after all of its stores to this rank. Program 0 waits for
+  all of them with acquire, and the kernel does not end before it. This is for results that peers store; data that
+  travel in parts are awaited part by part.
+* ``arrived[t]``: who sends some of part t adds 1 after its stores, with release. Who uses part t waits for it.
+* Tickets, in memory after these: a program adds 1, on its own rank alone, and takes the work item with that number.
+  They order nothing. In each call the programs together add the same number, and launches run one after another.
+
+Why ``done`` may be trusted. A program without a tile adds to ``done`` at once. Its add may come before another
+program's add of the call before, and then the total is reached without that one. The stores of that other program are
+there even so:
+
+1. The other program has added to the ``done`` of every rank, after all of its stores to all ranks.
+2. The early program's rank has left the call before. So it has acquired that add to its own ``done``, and with it these
+   stores.
+3. The early program's add, with release, hands on what its rank has acquired.
 
 Over the link: a word for each but tickets, in one step.
 """
@@ -36,7 +43,7 @@ ARRIVED = tl.constexpr(MOST_PROGRAMS + MOST_RANKS + 32)
 
 @jit
 def signal_ready(ctx, counts, epoch):
-    """That this rank's memory may be written, or read, in the call of this epoch."""
+    """Tell all ranks that this rank's memory may be written, or read, in the call of this epoch."""
     for first in range(0, ctx.num_ranks, LANES):
         to = first + lanes()
         ctx._signal_ranks(counts + READY + ctx.cur_rank, epoch + 0 * to, to, to < ctx.num_ranks)
@@ -53,7 +60,7 @@ def begin(ctx, counts):
 
 @jit
 def await_ready(ctx, counts, epoch):
-    """Until the memory of every rank may be written."""
+    """Wait until the memory of every rank may be written."""
     for first in range(0, ctx.num_ranks, LANES):
         peer = first + lanes()
         ctx._wait_ranks(
@@ -67,7 +74,7 @@ def await_ready(ctx, counts, epoch):
 
 @jit
 def signal_arrived(ctx, counts, part):
-    """Behind this program's stores of a part to all peers."""
+    """Tell all peers, after this program's stores to them, that some of a part is there."""
     for first in range(0, ctx.num_ranks, LANES):
         to = first + lanes()
         here = (to < ctx.num_ranks) & (to != ctx.cur_rank)
@@ -76,7 +83,7 @@ def signal_arrived(ctx, counts, part):
 
 @jit
 def await_done(ctx, counts, epoch):
-    """Behind this program's last store to peers: the kernel ends when everybody's stores to this rank are there."""
+    """After this program's last store to peers: signal that, and let program 0 wait for everybody's stores to here."""
     for first in range(0, ctx.num_ranks, LANES):
         to = first + lanes()
         ctx._signal_ranks(flag_ptr=counts + DONE, values=1 + 0 * to, peers=to, here=to < ctx.num_ranks, op="add")
@@ -86,5 +93,5 @@ def await_done(ctx, counts, epoch):
 
 @jit
 def end(counts, epoch):
-    """Last of all: the next call is another one."""
+    """Last of all: store this call's epoch, from which the next one counts."""
     store_after_sync(counts + tl.program_id(0), epoch)

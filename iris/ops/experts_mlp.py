@@ -33,7 +33,7 @@ from iris.ops.grouped.launch import enqueue
 from iris.ops.grouped.quantise import quantise
 from iris.ops.grouped.stages import PROGRESS_WORDS, Progress, progress_of
 from iris.runtime.launch import remember
-from iris.runtime.template import kinds_of
+from iris.runtime.template import tensor_keys
 
 NAME, LAYOUT = "experts_mlp", "compact"
 
@@ -162,8 +162,8 @@ class ExpertsMlp:
         self._prepared: dict[tuple, None] = {}
 
     def __call__(self, call: MlpCall) -> None:
-        kind = _kind_of(call, self._context)
-        known = kind is not None and kind in call.experts._calls.checked
+        key = _call_key(call, self._context)
+        known = key is not None and key in call.experts._calls.checked
         if not known or _overlaps(call):
             call.check(self._context)
         ep, overlap = call.experts, bool(call.overlap)
@@ -171,8 +171,8 @@ class ExpertsMlp:
         scratch = scratch_of(call, overlap)
         if not known:
             self._prepare(call, scratch, overlap)
-            if kind is not None:
-                remember(ep._calls.checked, kind, None)
+            if key is not None:
+                remember(ep._calls.checked, key, None)
         received = ep._calls.dispatch(call.x, call.topk_ids, call.topk_weights, call.x_scales, call.quantize, LAYOUT)
         with others_wait(ep._calls, NAME):
             up, down = products(call, scratch, received._slot, received.rows, received.scales)
@@ -213,22 +213,22 @@ class ExpertsMlp:
         remember(self._prepared, key, None)
 
 
-def _kind_of(call: MlpCall, context: CollectivesContext) -> tuple | None:
-    """What calls with these experts have in common that are checked and prepared alike; None: this one is looked at."""
+def _call_key(call: MlpCall, context: CollectivesContext) -> tuple | None:
+    """What is the same in calls that are checked and prepared alike; None where each has to be looked at."""
     ep = call.experts
     if not isinstance(ep, ExpertParallel) or ep._calls.context is not context or not _is_text(call.activation):
         return None
-    kinds = kinds_of((call.out, call.x, call.w_up, call.w_down))
+    keys = tensor_keys((call.out, call.x, call.w_up, call.w_down))
     scales = call.x_scales, call.scale_up, call.scale_down
     if (
-        kinds is None
-        or None in kinds
+        keys is None
+        or None in keys
         or call.narrow
         or call.overlap is not None
         or any(scale is not None for scale in scales)
     ):
         return None
-    return kinds, call.activation, call.topk_weights is None
+    return keys, call.activation, call.topk_weights is None
 
 
 def _is_text(value: object) -> bool:

@@ -6,7 +6,7 @@ They name their ranks by a string, as those of `iris.ccl.functional` do:
     y = functional.all_gather_matmul(x, weight, None, ranks)     # also torch.ops.iris.all_gather_matmul
 
 Products are fused where all ranks' ``b`` have one shape. They compare these on the host at the first call with a new
-one; where they differ, product and collective come one behind the other.
+one; where they differ, product and collective come one after the other.
 
 Gradients are fused operations too: what gathers in one direction scatters sums in the other. Every rank calls backward.
 

@@ -28,10 +28,10 @@ def swizzle_tile(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def product(a, b, rows, columns, stop_m, N, K, TILING: tl.constexpr, total=None):
-    """Rows of A below ``stop_m`` times columns of B below N, in float32; zeros behind these. Added to ``total``.
+    """Rows of A below ``stop_m`` times columns of B below N, in float32; zeros beyond these. Added to ``total``.
 
-    ``a``, ``b``: each a `Matrix`. ``TILING``: a `Tiling`.
-    ``rows`` and ``columns`` are neighbours, and stay so: a clamp at the edge would make each load one of an element.
+    ``a``, ``b``: each a `Matrix`. ``TILING``: a `Tiling`. ``rows`` and ``columns`` are consecutive numbers. At the edge
+    they are masked and not clamped: of clamped ones the compiler would load every element by itself.
     """
     BLOCK_K: tl.constexpr = TILING.BLOCK_K
     k = tl.arange(0, BLOCK_K)
@@ -45,7 +45,7 @@ def product(a, b, rows, columns, stop_m, N, K, TILING: tl.constexpr, total=None)
         here = k < K - begin
         left = tl.load(x, mask=inside_m & here[None, :], other=0.0, cache_modifier=TILING.CACHE_A)
         right = tl.load(y, mask=here[:, None] & inside_n, other=0.0, cache_modifier=TILING.CACHE_B)
-        # Hopper adds up products of fp8 with few bits: not more of them than of one step, which float32 takes up then.
+        # Hopper's tensor cores add up products of fp8 with fewer bits than float32 has: let them do so for one step.
         rounding: tl.constexpr = precision(TILING.ALLOW_TF32)
         total = tl.dot(left, right, total, input_precision=rounding, max_num_imprecise_acc=BLOCK_K)
         x += step_a
@@ -55,7 +55,7 @@ def product(a, b, rows, columns, stop_m, N, K, TILING: tl.constexpr, total=None)
 
 @triton.jit
 def scaled(total, epilogue, rows, columns, stop_m, N):
-    """The product of what A and B stand for, whose rows and columns have a factor each."""
+    """``total`` times the scale factors of A's rows and B's columns, if there are any."""
     if epilogue.scale_a is not None:
         of_rows = tl.load(epilogue.scale_a + rows, mask=rows < stop_m, other=0)
         return total * of_rows[:, None] * tl.load(epilogue.scale_b + columns, mask=columns < N, other=0)[None, :]
@@ -65,7 +65,7 @@ def scaled(total, epilogue, rows, columns, stop_m, N):
 
 @triton.jit
 def biased(total, epilogue, columns, N):
-    """With the bias of each column."""
+    """``total`` plus the bias of each column, if there is one."""
     if epilogue.bias is not None:
         return total + tl.load(epilogue.bias + columns, mask=columns < N, other=0)[None, :].to(tl.float32)
     else:
@@ -74,10 +74,10 @@ def biased(total, epilogue, columns, N):
 
 @jit
 def remap_xcd(program, programs, XCDS: tl.constexpr, CHUNK: tl.constexpr):
-    """The number of this program, such that CHUNK neighbours are on one chiplet.
+    """A new number for this program, such that programs of CHUNK consecutive numbers are on one chiplet.
 
     The hardware deals programs out to the XCDS chiplets of an MI300 one by one, and each chiplet has an L2 cache of
-    its own (AMD CDNA 3 architecture, white paper: XCDs). What is left behind the last full round keeps its number.
+    its own (AMD CDNA 3 architecture, white paper: XCDs). Programs after the last full round keep their number.
     """
     turn: tl.constexpr = XCDS * CHUNK
     chiplet, number = program % XCDS, program // XCDS
@@ -87,5 +87,5 @@ def remap_xcd(program, programs, XCDS: tl.constexpr, CHUNK: tl.constexpr):
 
 @gluon.jit
 def by_halves(x):
-    """The left and the right half of a block's columns; no thread gets any from another."""
+    """The left and the right half of a block's columns. No data move between threads."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris import simulator
 from iris.ccl.protocols import CollectivesContext
@@ -18,7 +17,7 @@ from iris.ops.call import GATHERS_A, GATHERS_ROWS, Algorithm, Call
 from iris.ops.config import FusedConfig
 from iris.ops.counts import MOST_PROGRAMS
 from iris.ops.kernel_arguments import by_name
-from iris.runtime.launch import addresses, prepare, remember
+from iris.runtime.launch import addresses, prepare, remember, specialization_of
 from iris.runtime.template import Template, template_of
 
 # Programs in the simulator; on a GPU there is one for each multiprocessor.
@@ -173,7 +172,7 @@ class Kernels(Algorithm):
         place = self._context.get_device_context() if direct else buffers.context_tensor
         tensors = self.tensors(call, config, buffers, place, result)
         # The precision is no part of a kind: it is each rank's own.
-        key = (buffers.kind, config.allow_tf32, *[_kind_of(each) for each in tensors.values()])
+        key = (buffers.kind, config.allow_tf32, *[specialization_of(each) for each in tensors.values()])
         prepared = self._prepared.get(key)
         if prepared is None:
             kernel, programs, constants = self.kernel(call, config)
@@ -240,14 +239,3 @@ class Relaunch:
             # As `Kernels._keep_gathered` does, where it says why this may be read.
             for rows, there in self._of_peers:
                 gathered[rows].view(there.shape).copy_(there)
-
-
-def _kind_of(argument: Any) -> Any:
-    """What of a kernel's argument a prepared launch is for."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16
-    if isinstance(argument, tuple):
-        return tuple([_kind_of(field) for field in argument])
-    if isinstance(argument, TensorDescriptor):
-        return argument.base.dtype, *argument.block_shape
-    return argument

@@ -15,7 +15,7 @@ import torch
 
 
 class Channel(NamedTuple):
-    """What the ranks of a call tell each other by."""
+    """The memory by which the ranks of a call signal each other."""
 
     context: Any
     """The context of the workspace, from which a kernel makes a `iris.DeviceContext`."""
@@ -24,7 +24,7 @@ class Channel(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix by the address of its first element, and the elements from a row to the next, and from a column."""
+    """A matrix: the address of its first element, and how many elements lie between two rows, and two columns."""
 
     ptr: Any
     row_stride: Any

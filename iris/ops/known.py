@@ -14,14 +14,14 @@ from iris.ops.call import Call, span
 from iris.ops.config import FusedConfig
 from iris.ops.workspaces import Workspaces
 from iris.runtime.launch import remember
-from iris.runtime.template import kinds_of
+from iris.runtime.template import tensor_keys
 
 Relaunch = Callable[[Call, int | None], None]
 """Enqueues a call on the current stream, whose handle is given: None in the simulator."""
 
 
 class Known(NamedTuple):
-    """Of calls of one kind.
+    """Of calls of one `call_key`.
 
     ``lengths``: bytes from the first element of each tensor to behind the last. ``by_stream``: None where each call has
     to be looked at, as where an operand is copied.
@@ -49,40 +49,40 @@ class KnownCalls:
         self._workspaces, self._revision = workspaces, workspaces.revision
         self._known: dict[tuple, Known] = {}
 
-    def find(self, call: Call, kind: tuple | None, stream: int | None) -> Relaunch | None:
-        """What enqueues the call, if one of its ``kind`` has been enqueued on this stream."""
+    def find(self, call: Call, key: tuple | None, stream: int | None) -> Relaunch | None:
+        """What enqueues the call, if one of the same ``key`` has been enqueued on this stream."""
         if self._revision != self._workspaces.revision:
             # Other memory, for which launches are made anew.
             self.forget()
-        known = self._known.get(kind) if kind is not None else None
+        known = self._known.get(key) if key is not None else None
         relaunch = known.by_stream.get(stream) if known is not None else None
         return relaunch if relaunch is not None and known is not None and known.apart(call) else None
 
-    def has(self, kind: tuple, stream: int | None) -> bool:
-        """Whether one of the ``kind`` was remembered for this stream."""
-        return kind in self._known and stream in self._known[kind].by_stream
+    def has(self, key: tuple, stream: int | None) -> bool:
+        """Whether a call of this ``key`` was remembered for this stream."""
+        return key in self._known and stream in self._known[key].by_stream
 
-    def remember(self, call: Call, kind: tuple, stream: int | None, relaunch: Relaunch | None) -> None:
-        """For later calls of the ``kind`` on this stream; ``relaunch`` uses the memory that these have now."""
+    def remember(self, call: Call, key: tuple, stream: int | None, relaunch: Relaunch | None) -> None:
+        """For later calls of this ``key`` on this stream; ``relaunch`` uses the memory that these have now."""
         if self._revision != self._workspaces.revision:
             self.forget()
-        if kind not in self._known:
+        if key not in self._known:
             spans = [span(tensor) for tensor in _tensors(call)]
-            remember(self._known, kind, Known(tuple([end - begin for begin, end in spans]), {}))
-        self._known[kind].by_stream[stream] = relaunch
+            remember(self._known, key, Known(tuple([end - begin for begin, end in spans]), {}))
+        self._known[key].by_stream[stream] = relaunch
 
     def forget(self) -> None:
         self._known.clear()
         self._revision = self._workspaces.revision
 
 
-def kind_of_call(call: Call, config: object) -> tuple | None:
-    """What calls have in common that are checked, chosen and launched alike. None: this one is to be looked at."""
-    kinds = kinds_of((call.out, call.a, call.b, call.gathered, call.bias))
+def call_key(call: Call, config: object) -> tuple | None:
+    """What is the same in calls that are checked, chosen and launched alike; None where each has to be looked at."""
+    keys = tensor_keys((call.out, call.a, call.b, call.gathered, call.bias))
     # Of scales copies may have to be made. A program may change the precision of products of float32 between calls.
-    if kinds is None or None in kinds[:3] or call.scaled or call.a.dtype is torch.float32:
+    if keys is None or None in keys[:3] or call.scaled or call.a.dtype is torch.float32:
         return None
-    return (call.name, config, kinds) if config is None or config.__class__ is FusedConfig else None
+    return (call.name, config, keys) if config is None or config.__class__ is FusedConfig else None
 
 
 def _tensors(call: Call) -> tuple[torch.Tensor, ...]:

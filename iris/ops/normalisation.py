@@ -238,7 +238,7 @@ class AllReduceRmsNorm:
         return launch or self._some_at_a_time(call, line) or self._behind_all_reduce(call)
 
     def _some_at_a_time(self, call: NormCall, line: Line) -> Launch | None:
-        """Of more rows than the kernel has room for: as many as it has, in launches one behind the other.
+        """Of more rows than the kernel has room for: as many as it has, in launches one after the other.
 
         None where that is slower than an all-reduce of all rows, or there is no room for as few.
         """

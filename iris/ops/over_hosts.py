@@ -7,7 +7,7 @@
 | matmul_all_reduce | the same, of which each rank has a part then, and an all_gather over hosts |
 | all_reduce_rms_norm | an all_reduce over hosts, and a kernel that normalises |
 | the same with a sharded residual | a reduce_scatter over hosts, that kernel, and an all_gather over hosts |
-| the others | the vendor's GEMM and a collective over hosts, one behind the other |
+| the others | the vendor's GEMM and a collective over hosts, one after the other |
 
 The first three are the vendor's GEMM and a collective, too, where arithmetic says that this is faster: the times are
 those of `iris.ops.beside_rails` and `iris.ccl.predict_over_hosts`, and the same on all ranks.

@@ -21,7 +21,7 @@ from iris.ops.call import Algorithm, Call, described
 from iris.ops.choose import allows_tf32, choose, figures_for
 from iris.ops.config import FusedConfig
 from iris.ops.kernel import most_programs
-from iris.ops.known import KnownCalls, kind_of_call
+from iris.ops.known import KnownCalls, call_key
 from iris.ops.workspaces import Workspaces
 from iris.runtime.launch import remember
 
@@ -53,13 +53,13 @@ class Products:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._run(call, config, async_op, workspace)
-        kind = None
+        key = None
         if workspace is None and not (DEBUGGING or self._on_gpu and is_current_stream_capturing()):
-            kind = kind_of_call(call, config)
+            key = call_key(call, config)
         stream = current_raw_stream(self._context.gpu_id) if self._on_gpu else None
-        relaunch = self._known.find(call, kind, stream)
+        relaunch = self._known.find(call, key, stream)
         if relaunch is None:
-            self._look_and_enqueue(call, config, workspace, kind, stream)
+            self._look_and_enqueue(call, config, workspace, key, stream)
         else:
             self._context.heap.check_open()
             self._abort_flag.check()
@@ -78,10 +78,10 @@ class Products:
         call: Call,
         config: FusedConfig | None,
         workspace: Buffers | None,
-        kind: tuple | None,
+        key: tuple | None,
         stream: int | None,
     ) -> None:
-        """A call that is to be checked and chosen for. ``kind``: of later ones that need not be, if any are."""
+        """A call that is to be checked and chosen for. ``key``: of later calls that need neither, or None."""
         given = call
         algorithm, config = self._check(call, config)
         if DEBUGGING and not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
@@ -97,10 +97,10 @@ class Products:
             elif call.out.numel():
                 buffers = self._workspaces.find(needs, stream) if workspace is None else workspace
                 algorithm.enqueue(call, config, buffers, stream)
-                if kind is not None and not self._known.has(kind, stream):
+                if key is not None and not self._known.has(key, stream):
                     copied = any(one is not other for one, other in zip(call, given, strict=True))
                     relaunch = None if copied else algorithm.relaunch(call, config, buffers)
-                    self._known.remember(call, kind, stream, relaunch)
+                    self._known.remember(call, key, stream, relaunch)
         except BaseException as error:
             self._interrupted(call.name, error)
             raise

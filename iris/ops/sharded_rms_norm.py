@@ -36,7 +36,7 @@ from iris.language.address import translate
 from iris.language.cluster import enter, open_meeting
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
-from iris.language.lamport import decode, elements_per_word, lamport_clear, lamport_recv
+from iris.language.lamport import decode, elements_per_word, encode, lamport_clear, lamport_recv
 from iris.language.ll import ll_recv, ll_send
 from iris.language.ordering import store_after_sync
 from iris.language.pairs import widen
@@ -144,8 +144,6 @@ def sharded_rms_norm(
             )
             y, factor = normalise(
                 tensors,
-                at,
-                inside,
                 scaled,
                 divisor=divisor,
                 squares=squares,
@@ -161,6 +159,10 @@ def sharded_rms_norm(
                 # To that rank, this one is at the distance W - distance.
                 theirs = place + (W - distance - 1) * PART
                 push(ctx, theirs, i, y, count=count, bases=bases, distance=distance, W=W)
+            # By way of the words that travel, so all ranks store the same bits. And what is converted to fp8, two
+            # numbers in a register, has one use: beside the words, ptxas 12.8 (Triton 3.6) moved a store of single
+            # bytes in front of the conversion (`tests/codegen/converted_pairs.py`).
+            tl.store(out + at, decode(encode(y), i, narrow), mask=inside)
             if BY_ROW:
                 words = channel.factors + row * W
                 send_factor(ctx, words, factor, epoch + 1, leads=piece == 0, bases=bases, W=W, LANES=DIVISION.LANES)

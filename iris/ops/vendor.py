@@ -1,4 +1,4 @@
-"""The same by the vendor's GEMM and a collective, one behind the other: what a fused kernel has to beat.
+"""The same by the vendor's GEMM and a collective, one after the other: what a fused kernel has to beat.
 
 It is the faster way where there is little to hide, and for what no kernel here is made for.
 """

@@ -52,7 +52,7 @@ _registered: "set[AbortFlag]" = set()
 
 
 class AbortFlag:
-    """Collective over ``group``; blocks the host.
+    """The abort flag of one group. To make it is collective over ``group`` and blocks the host.
 
     Attributes
     ----------
@@ -128,9 +128,9 @@ class AbortFlag:
         return GroupAbortedError(self._group.ranks, self._why(member))
 
     def ends_waits(self) -> bool:
-        """Whether who waits in the simulator leaves at once, asked after each round of looks at what is waited for.
+        """Whether programs that wait in the simulator leave now. Asked after each round of looks at their flags.
 
-        True from the second time on: what came before the abort is found by the looks in between.
+        The first time it is False, so that one more round finds what had come before the abort.
         """
         before, self._ends_waits = self._ends_waits, self.state[0] >= AT_ONCE
         return before

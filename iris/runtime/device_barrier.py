@@ -1,4 +1,4 @@
-"""A barrier of a group's ranks on the current stream: what each rank enqueued before it is visible behind it.
+"""A barrier of a group's ranks on the current stream: what each rank enqueued before it is visible after it.
 
 One program a rank. Over the link: one 4-byte flag to each peer, in one step. The flags count their own epochs
 (`iris.language.barrier`), so a replayed CUDA graph needs nothing from the host.
@@ -20,8 +20,8 @@ FLAGS = "flags of device_barrier()"
 
 @triton.jit
 def _barrier_kernel(context_tensor, flags):
-    # The kernels before this one are complete then, since streams run in order; the barrier's release is cumulative
-    # over them, its acquire comes before the kernels behind it.
+    # After gdc_wait() the kernels before this one are complete. The barrier's release is cumulative: it covers their
+    # stores, too. Its acquire comes before the kernels that follow on the stream.
     ctx = DeviceContext.initialize(context_tensor)
     gdc_wait()
     gdc_launch_dependents()
@@ -29,7 +29,10 @@ def _barrier_kernel(context_tensor, flags):
 
 
 class DeviceBarrier:
-    """The barrier of one workspace's group; one prepared launch a stream. Made collectively; blocks the host."""
+    """The barrier of one workspace's group, with a prepared launch for each stream.
+
+    To make one is collective and blocks the host; to enqueue it is not.
+    """
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from iris import simulator
 from iris.compat import triton_jit
@@ -23,11 +24,11 @@ def prepare(
 ) -> Callable[..., None]:
     """Compile and load ``kernel`` for ``args`` now; the result, called with a stream's handle and args, launches it.
 
-    The host neither synchronises nor compiles in the launches themselves. They may have other arguments of the same
-    kinds: numbers of the same divisibility by 16, and in the place of a tensor another of the same dtype and
-    divisibility of its address, or that address as a number; in the place of a tuple, one with such fields. Whoever
-    launches keeps what is behind an address alive. In the simulator, which has no streams, the handle is None, and
-    tensors stay tensors.
+    The host neither synchronises nor compiles in the launches themselves. They may have other arguments for which the
+    JIT makes the same code: numbers of the same divisibility by 16; for a tensor another of the same dtype whose
+    address has the same divisibility, or that address as a number; for a tuple, one with such fields. Whoever launches
+    keeps the memory at an address alive. In the simulator, which has no streams, the handle is None, and tensors stay
+    tensors.
 
     Where the GPU can, a launch begins while the one before it on the stream ends, so the kernel waits before it touches
     memory: `gdc_wait` of `iris.language.dependent_launch`. ``early``: False for a launch that must not, since it
@@ -65,7 +66,7 @@ def _divide_memory(function: int) -> None:
 
 
 def registers(kernel: Any, grid: tuple[int, int, int], *args: Any, early: bool = True, **options: int) -> int:
-    """What a thread takes of them if `prepare` is given the same; on a GPU."""
+    """How many registers a thread has in a launch for which `prepare` is given the same; on a GPU."""
     return _load(kernel, grid, args, early, options).registers
 
 
@@ -79,7 +80,7 @@ def _load(
 
 
 def remember(known: dict, key: Any, value: Any) -> None:
-    """For the next calls like this one; of a program whose shapes always change, the last few."""
+    """Keep ``value`` for later calls. A full cache is emptied, as in a program whose shapes always change."""
     if len(known) == LAUNCH_CACHE_SIZE:
         known.clear()
     known[key] = value
@@ -123,8 +124,10 @@ def enqueue(
     to call. ``device``: its number, None in the simulator.
     """
     changing = getattr(kernel, "do_not_specialize", None) or ()
-    kinds = [None if name in changing else kind_of(each) for name, each in zip(kernel.arg_names, args, strict=True)]
-    key = (id(kernel), grid, device, num_warps, *kinds)
+    specialized = [
+        None if name in changing else specialization_of(each) for name, each in zip(kernel.arg_names, args, strict=True)
+    ]
+    key = (id(kernel), grid, device, num_warps, *specialized)
     run = _prepared.get(key)
     if run is None:
         run = prepare(kernel, grid, *args, num_warps=num_warps)
@@ -133,10 +136,15 @@ def enqueue(
         run(None if device is None else current_raw_stream(device), addresses(args))
 
 
-def kind_of(argument: Any) -> Any:
-    """What of an argument a prepared launch is for."""
+def specialization_of(argument: Any) -> Any:
+    """What a prepared launch is specialised for: a tensor's dtype and its address modulo 16, a number's value.
+
+    Of a tensor map, dtype and block. Of a tuple, this of each field.
+    """
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     if isinstance(argument, tuple):
-        return tuple([kind_of(field) for field in argument])
+        return tuple([specialization_of(field) for field in argument])
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
     return argument

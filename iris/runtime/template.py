@@ -20,29 +20,29 @@ Template = Callable[[Sequence[torch.Tensor]], tuple]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def kinds_of(tensors: Sequence[torch.Tensor | None]) -> tuple | None:
+def tensor_keys(tensors: Sequence[torch.Tensor | None]) -> tuple | None:
     """What tensors have in common that are checked and launched alike; None where one has to be looked at each time.
 
     Alike are those of one dtype, shape, strides and device, whose addresses have the same remainders of 16. What is
     given as None is so in the result.
     """
-    kinds: list[tuple | None] = []
+    keys: list[tuple | None] = []
     try:
         for tensor in tensors:
             if tensor is None:
-                kinds.append(None)
+                keys.append(None)
                 continue
             address = tensor.data_ptr()
             if tensor.__class__ not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg() or not address:
                 return None
-            kinds.append((tensor.dtype, tensor.shape, tensor.stride(), tensor.device, address & 15))
+            keys.append((tensor.dtype, tensor.shape, tensor.stride(), tensor.device, address & 15))
     except (AttributeError, RuntimeError, ValueError):  # of what is no tensor, or has no memory
         return None
-    return tuple(kinds)
+    return tuple(keys)
 
 
 def template_of(arguments: tuple, own: Sequence[torch.Tensor]) -> Template | None:
-    """That of calls like the one whose ``arguments`` these are, with tensors of the same `kinds_of` as ``own``.
+    """That of calls like the one whose ``arguments`` these are, with tensors of the same `tensor_keys` as ``own``.
 
     All tensors of ``arguments`` that are not ``own`` have to be there in later calls, too. None where tensors cannot be
     told from each other by their addresses, or where one is no argument itself, as where a kernel is given a copy.

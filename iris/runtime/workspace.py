@@ -68,7 +68,10 @@ Key = tuple[str, Line]
 
 
 class Workspace:
-    """Collective over ``group``: its members meet. It has no memory at first."""
+    """The library's memory of one group, and its abort flag. It has no channels at first.
+
+    To make one is collective over ``group`` and blocks the host.
+    """
 
     def __init__(self, group: Group, device: torch.device, record: DeviceRecord) -> None:
         self.group, self.device = group, device
@@ -113,11 +116,11 @@ class Workspace:
         return self._channels[key]
 
     def admits(self, operation: str, line: Line, size: int, left: int) -> bool:
-        """Whether there may be this channel: it exists, or ``left`` bytes stay free beside it.
+        """Whether a call may use this channel: it exists, or ``left`` bytes stay free when it is made.
 
-        What is refused once is refused always: ranks prepare launches at calls of their own, as their tensors lie, and
-        by then there may be other room. The first call that asks is the same on all; if it is admitted it takes the
-        channel.
+        All ranks must get the same answer, but they do not all ask at the same calls: a rank also prepares a launch
+        when its own tensors lie otherwise, and there may be less room by then. So the first call that asks decides. It
+        is the same call on all ranks. If it is admitted it makes the channel; what it is refused is refused for good.
         """
         key = (operation, line)
         if key not in self._channels and self.room - size < left:
@@ -208,7 +211,7 @@ class Workspace:
 
 
 class _Blocks:
-    """Blocks of one kind, eager calls' or graphs'. Channels are cut from the last one, one behind the other."""
+    """The blocks of eager calls, or those of graphs. Channels are cut from the last block, one after the other."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -221,7 +224,7 @@ class _Blocks:
 
     @property
     def room(self) -> int:
-        """Bytes of the last that no channel has."""
+        """Bytes of the last block that no channel has."""
         return self.blocks[-1].size - self._begin if self.blocks else 0
 
     def add(self, block: Block) -> None:

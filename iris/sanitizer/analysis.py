@@ -257,7 +257,7 @@ class Analysis:
         """``taken``: the slots of programs of this number in launches that run beside this one's.
 
         A slot also stays with those that are over as long as ``clock`` does not know of them: threads of the host that
-        launch in no order may do so one behind the other this time. ``text``: the program, in words.
+        launch in no order may do so one after the other this time. ``text``: the program, in words.
         """
         for beside in itertools.count():
             slot = self._slots.setdefault((rank, program, beside), len(self._slots))

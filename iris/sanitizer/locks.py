@@ -11,6 +11,8 @@ import threading
 from types import FrameType
 from typing import Any, Protocol
 
+from iris.simulator import lines
+
 
 class _Threads(Protocol):
     """What a lock tells of itself to `iris.sanitizer.threads.Threads`."""
@@ -86,4 +88,4 @@ def restore() -> None:
 
 
 def _is_programs(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] not in _OTHERS
+    return lines.package_of(frame) not in _OTHERS

@@ -1,28 +1,22 @@
-"""The lines of a program's source that are in loops which wait: a host's, which ends by what it sees, and a kernel's,
-which spins.
-"""
+"""The lines of a program's source that are in loops of the host which wait: these end by what they see."""
 
 import ast
 import functools
 import linecache
-from typing import NamedTuple
+from collections import Counter
+from typing import NamedTuple, TypeGuard
 
 from iris.simulator import spinning
 from iris.simulator.parsing import parse
 
 
 def is_in_wait(file: str, line: int) -> bool:
-    """Whether this line of the host's is in a loop that ends by what it sees: ``while``, or ``for`` with a break."""
+    """Whether this line is in a loop that ends by what it sees: ``while``, or ``for`` with a break."""
     return line in _loops(file).waits
 
 
-def spins_at(file: str, line: int) -> bool:
-    """Whether this line is in a loop that spins, of a kernel."""
-    return line in _loops(file).spins
-
-
 def comparison_at(file: str, line: int) -> spinning.Comparison | None:
-    """That of the loop that spins in whose condition this line is, if it compares what one look has found."""
+    """That of a loop that spins, if all that it does with the one ``item()`` of this line is to compare it."""
     return _loops(file).comparisons.get(line)
 
 
@@ -34,7 +28,6 @@ def ends_wait_at(file: str, line: int) -> bool:
 class _Loops(NamedTuple):
     waits: frozenset[int]
     ends: frozenset[int]
-    spins: frozenset[int]
     comparisons: dict[int, spinning.Comparison]
 
 
@@ -43,23 +36,24 @@ def _loops(file: str) -> _Loops:
     try:
         tree = parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
-        return _Loops(frozenset(), frozenset(), frozenset(), {})
+        return _Loops(frozenset(), frozenset(), {})
     waits: set[int] = set()
     ends: set[int] = set()
-    spins: set[int] = set()
-    comparisons: dict = {}
+    comparisons: dict[int, spinning.Comparison] = {}
+    items: Counter[int] = Counter()
     for node in ast.walk(tree):
         if isinstance(node, ast.While):
             waits |= _lines_of(node)
             ends |= _lines_of(node.test) | _lines_of_breaks(node)
-            if spinning.spins(node):
-                spins |= _lines_of(node)
-            if comparison := spinning.comparison(node):
+            if (comparison := spinning.comparison(node)) and _is_item(comparison.look.func):
                 comparisons |= dict.fromkeys(_lines_of(comparison.look), comparison)
         elif isinstance(node, ast.For) and any(isinstance(each, ast.Break) for each in ast.walk(node)):
             waits |= _lines_of(node)
             ends |= _lines_of_breaks(node)
-    return _Loops(frozenset(waits), frozenset(ends), frozenset(spins), comparisons)
+        elif _is_item(node):
+            items.update(_lines_of(node))
+    comparisons = {line: each for line, each in comparisons.items() if items[line] < 2}
+    return _Loops(frozenset(waits), frozenset(ends), comparisons)
 
 
 def _lines_of_breaks(loop: ast.While | ast.For) -> set[int]:
@@ -67,6 +61,10 @@ def _lines_of_breaks(loop: ast.While | ast.For) -> set[int]:
     conditions = [node for node in ast.walk(loop) if isinstance(node, ast.If)]
     leaving = [node for node in conditions if any(isinstance(each, (ast.Break, ast.Return)) for each in node.body)]
     return set().union(*(_lines_of(node.test) for node in leaving))
+
+
+def _is_item(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and node.attr == "item"
 
 
 def _lines_of(node: ast.stmt | ast.expr) -> set[int]:

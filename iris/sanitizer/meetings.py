@@ -225,9 +225,7 @@ def goes_to_the_program(frame: FrameType | None) -> bool:
     """
     while frame is not None and frame.f_code.co_filename.startswith(IRIS):
         frame = frame.f_back
-    if frame is None or frame.f_code.co_name in ("send", "recv"):
-        return False
-    return is_of_torch_distributed(frame.f_code) or lines.owner(frame.f_code) == lines.USER
+    return frame is not None and (is_of_torch_distributed(frame.f_code) or lines.owner(frame.f_code) == lines.USER)
 
 
 def _work(value: Any) -> dist.Work | None:

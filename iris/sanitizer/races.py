@@ -95,7 +95,7 @@ class Races:
                     self._check_set(thread, access, number, offset, event.spans)
                 part.write(self._number(access._replace(before=writers[0][0], readers=sets[0][0])))
             if flag:
-                # The host's copies come one behind the other, as those of a stream; a program's stores do not.
+                # The host's copies come one after the other, as those of a stream; a program's stores do not.
                 self._replace_releases(part, {old: None for old, _ in part.releases()}, thread, host, "sys", True)
         if flag:
             thread.advance()

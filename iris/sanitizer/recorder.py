@@ -132,8 +132,8 @@ class Recorder(HostRecorder):
 
     def polls(self, pointers: np.ndarray) -> bool:
         """Whether the program that runs spins on what it has loaded here. That there is a tensor is looked at, too."""
-        who = self._who()
-        if who is None or not waits.spins(sys._getframe(1)):
+        who, task = self._who(), tasks.current()
+        if who is None or not task.spinning or task.looks_up:
             return False
         private = self._spaces.private(pointers).tolist()
         # To look for tensors takes a while.

@@ -24,6 +24,7 @@ from iris.sanitizer.calls import Call
 from iris.sanitizer.events import HOST, HostAcquire, HostRelease
 from iris.sanitizer.interceptors import INTERCEPTORS
 from iris.sanitizer.notes import Notes
+from iris.simulator import lines
 from iris.simulator.grid import TaskThread
 
 # So many of the latest tasks that executors were given have numbers of their own.
@@ -248,4 +249,4 @@ def _is_started_by_a_library(thread: threading.Thread, starter: FrameType) -> bo
     Whatever the program starts works for it, be it a function of torch's.
     """
     is_worker = getattr(thread, "_target", None) is multiprocessing.pool.worker  # type: ignore[attr-defined]
-    return not is_worker and starter.f_globals.get("__name__", "").partition(".")[0] in _HELPERS
+    return not is_worker and lines.package_of(starter) in _HELPERS

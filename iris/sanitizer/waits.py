@@ -22,7 +22,13 @@ def wait_of_program() -> Wait | None:
 
 
 def wait_of_host(frame: FrameType | None) -> Wait | None:
-    """For what the host polls in the condition of a loop, from ``frame`` on. Its loops are Python's, as they stand."""
+    """For what the host polls in the condition of a loop, from ``frame`` on, as in ``while flag.item() < awaited``.
+
+    This is the only place where Iris reads a program's variables: the sanitizer sees the look, but not what the program
+    compares the value with. Without that, a host that waits for the first of three chunks and reads the third would
+    pass whenever all three have come. Replacing `torch.Tensor.item` by a function whose result sees the comparison is
+    no way out: torch.compile cannot trace that function with ``fullgraph=True``.
+    """
     while frame is not None and lines.owner(frame.f_code) == lines.OTHER:
         frame = frame.f_back
     comparison = None if frame is None else loops.comparison_at(frame.f_code.co_filename, frame.f_lineno)
@@ -38,19 +44,3 @@ def wait_of_host(frame: FrameType | None) -> Wait | None:
 @functools.cache
 def _calculation(node: ast.expr) -> CodeType:
     return compile(ast.Expression(node), "<what a loop waits for>", "eval")
-
-
-def spins(frame: FrameType | None) -> bool:
-    """Whether what is loaded here is all that a loop of the program waits for: the same again is no progress.
-
-    So is not what the library looks up for itself, as where a peer's memory is.
-    """
-    while frame is not None and frame.f_code is not lines.BOTTOM:
-        whose = lines.owner(frame.f_code)
-        if whose == lines.OTHER:
-            if frame.f_code.co_filename.startswith(lines.LANGUAGE) and frame.f_code.co_name != "load":
-                return False
-        elif whose != lines.LIBRARY and loops.spins_at(frame.f_code.co_filename, frame.f_lineno):
-            return True
-        frame = frame.f_back
-    return False

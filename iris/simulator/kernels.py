@@ -153,8 +153,10 @@ def call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
             f"{self.fn.__name__!r} was called outside a kernel. Call it inside one or, if it is a kernel itself, "
             f"launch it with a grid: {self.fn.__name__}[grid](...)."
         )
-    function = rewritten(self)
-    if tasks.current().dropped and lines.owner(self.fn.__code__) != lines.OTHER:
+    function, task = rewritten(self), tasks.current()
+    if task.spinning and self.fn.__code__.co_filename.startswith(lines.LANGUAGE):
+        return noted.by_library(function, *args, **kwargs)
+    if task.dropped and lines.owner(self.fn.__code__) != lines.OTHER:
         return noted.used(function, *args, **kwargs)
     return function(*args, **kwargs)
 

@@ -75,6 +75,11 @@ def users_lines(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
         frame = frame.f_back
 
 
+def package_of(frame: FrameType) -> str:
+    """The package whose code runs in ``frame``: "torch" of what is in `torch.distributed`."""
+    return frame.f_globals.get("__name__", "").partition(".")[0]
+
+
 def lines_of_error(error: BaseException) -> tuple[tuple[CodeType, int] | None, tuple[CodeType, int] | None]:
     """The lines of `line_of` and of `kernel_line_of`, of what has raised ``error``."""
     line, outermost, trace = None, None, error.__traceback__

@@ -4,7 +4,8 @@ Device functions of the library report them by `iris.language.note`. For loops a
 that `iris.simulator.rewriting` inserts report them.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import triton.language as tl
@@ -51,6 +52,11 @@ def waited() -> None:
     tasks.current().condition = None
 
 
+def loads_for_caller() -> None:
+    """What this function loads, its caller has asked for: it may be what a loop of the caller's waits for."""
+    tasks.current().looks_up = False
+
+
 def _number(value: Any) -> int:
     value = unwrapped(value)
     return int(value.handle.data.item()) if isinstance(value, tl.tensor) else value
@@ -87,6 +93,30 @@ def looked(cmp: str, wanted: Callable[[], Any], function: Callable, /, *args: An
         return function(*args, **kwargs)
     finally:
         task.condition = before
+
+
+@contextlib.contextmanager
+def spinning() -> Iterator[None]:
+    """Around a loop that nothing ends but memory: who loads the same again there makes no progress."""
+    task = tasks.current()
+    before, task.spinning = task.spinning, True
+    try:
+        yield
+    finally:
+        task.spinning = before
+
+
+# By calls of device functions ----------------------------------------------------------------------------------------
+
+
+def by_library(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of `iris.language`. It loads for itself, unless it says `loads_for_caller`."""
+    task = tasks.current()
+    before, task.looks_up = task.looks_up, True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        task.looks_up = before
 
 
 def _of_loop(cmp: str, wanted: Callable[[], Any]) -> Condition | None:

@@ -24,6 +24,7 @@ from iris.compat.semantic import builtin_for
 from iris.errors import KernelSourceMissingError
 from iris.simulator import dtypes, noted, spinning
 from iris.simulator.gluon import semantic
+from iris.simulator.lines import INSTALLED, USER, owner_of
 from iris.simulator.parsing import parse
 from iris.simulator.shapes import unwrapped
 
@@ -94,6 +95,7 @@ _HELPERS: dict[str, Callable] = {
     "__simulated_range__": counted,
     "__simulated_dropped__": noted.dropped,
     "__simulated_looked__": noted.looked,
+    "__simulated_spinning__": noted.spinning,
     "__simulated_min__": lambda *values, **options: builtin_for("min")(*values, **options),
     "__simulated_max__": lambda *values, **options: builtin_for("max")(*values, **options),
 }
@@ -105,8 +107,8 @@ _BUILTINS = frozenset({"range", "min", "max"})
 class _Rewriter(ast.NodeTransformer):
     """From a kernel's syntax tree to that of a Python function that does the same."""
 
-    def __init__(self, shadowed: frozenset[str]) -> None:
-        self._shadowed = shadowed
+    def __init__(self, shadowed: frozenset[str], is_users: bool) -> None:
+        self._shadowed, self._is_users = shadowed, is_users
 
     def _call(self, node: ast.AST, helper: str, *args: ast.expr) -> ast.expr:
         function = ast.copy_location(ast.Name(id=f"__simulated_{helper}__", ctx=ast.Load()), node)
@@ -131,14 +133,18 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_While(self, node: ast.While) -> ast.AST:
-        comparison = spinning.comparison(node)
+        comparison, spins = spinning.comparison(node), spinning.spins(node)
         if comparison is None:
-            return self.generic_visit(node)
-        wanted = self.visit(copy.deepcopy(comparison.wanted))
-        self.generic_visit(node)
-        cmp = ast.copy_location(ast.Constant(comparison.cmp), wanted)
-        self._call_by("looked", comparison.look, cmp, self._later(wanted))
-        return node
+            self.generic_visit(node)
+        else:
+            wanted = self.visit(copy.deepcopy(comparison.wanted))
+            self.generic_visit(node)
+            cmp = ast.copy_location(ast.Constant(comparison.cmp), wanted)
+            self._call_by("looked", comparison.look, cmp, self._later(wanted))
+        if not (spins and self._is_users):
+            return node
+        around = ast.With([ast.withitem(self._call(node, "spinning"), None)], [node])
+        return ast.copy_location(around, node)
 
     def _call_by(self, helper: str, node: ast.Call, *before: ast.expr) -> None:
         """Let the helper do the call: it gets what stands ``before``, the function, and then the arguments."""
@@ -230,7 +236,7 @@ def _rewritten_code(code: CodeType, filename: str, source: str, shadowed: frozen
     """
     function = _definition(source, code.co_firstlineno)
     function.decorator_list = []
-    rewriter = _Rewriter(shadowed)
+    rewriter = _Rewriter(shadowed, owner_of(filename) in (USER, INSTALLED))
     function.body = [rewriter.visit(statement) for statement in function.body]
     # A function around it whose parameters have the names of the free variables makes them free variables again.
     around = parse(f"def around({', '.join((*_HELPERS, *code.co_freevars))}): pass").body[0]

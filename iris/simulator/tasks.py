@@ -97,10 +97,13 @@ class Task:
     issued_at: tuple | None = None  # of what a GPU does beside the program: where it was asked for, and by whom
     async_proxy: bool = False  # what it accesses now, TMA does, and not its threads
     # Of what it does now (`iris.simulator.noted`): whether nobody uses what the operation returns, whether the next
-    # access is of data that carry their own arrival, and what ends the wait that it is in.
+    # access is of data that carry their own arrival, and what ends the wait that it is in; whether it is in a loop of
+    # the user's that spins, and whether the library looks up something for itself there, as where a peer's memory is.
     dropped: bool = False
     message: bool = False
     condition: Condition | None = None
+    spinning: bool = False
+    looks_up: bool = False
     poll: Poll | None = None
     repeated: Counter[tuple[str, int]] = field(default_factory=Counter)
     """What it has looked at since it saw anything new, and how often; ``polls``: what it saw there."""

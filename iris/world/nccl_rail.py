@@ -4,7 +4,7 @@ A transfer is enqueued on a stream of NCCL's own, behind what the current stream
 that, too. So the host never waits, and a CUDA graph can capture it all. The communicator is made with the rail, and
 every kind of transfer is done once then: the first one of each connects, which a capture must not do.
 
-One communicator carries out its transfers one behind the other, in the order in which the host called them, also from
+One communicator carries out its transfers one after the other, in the order in which the host called them, also from
 several streams and graphs (NCCL User Guide, "Using multiple NCCL communicators concurrently" and "Using NCCL with CUDA
 Graphs"). So all ranks of a rail make their calls in one order, whatever the streams, and replay graphs in one order.
 

@@ -10,7 +10,7 @@ from iris.x.tile import check, check_choice, columns_of, rows_of
 def all_gather(tile, dst, dim: tl.constexpr, ctx):
     """Store a tile of this rank's shard to its place in every rank's ``dst``.
 
-    The shards lie one behind the other along ``dim``: with 0, ``dst`` is ``[W * M, N]`` for shards of ``[M, N]``, with
+    The shards lie one after the other along ``dim``: with 0, ``dst`` is ``[W * M, N]`` for shards of ``[M, N]``, with
     1 it is ``[M, W * N]``; on the heap of every rank. Over the link: the tile, once to each peer, in one step.
     """
     check("all_gather", ctx, tile, True, dst=dst)

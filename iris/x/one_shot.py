@@ -43,7 +43,7 @@ def reduce_scatter(tile, src, dst, locks, ctx):
     """Add up the rows of a tile that are this rank's, of all ranks' tiles.
 
     ``src``: ``[M, N]``, and ``locks``, as in `all_reduce_one_shot`. Each rank has ceil(M / W) of these rows, one rank
-    behind the other; where W does not divide M the last ranks have fewer, or none. ``dst``: ``[ceil(M / W), N]``,
+    after the other; where W does not divide M the last ranks have fewer, or none. ``dst``: ``[ceil(M / W), N]``,
     anywhere; it gets this rank's rows, and what lies behind them is left alone. All ranks call for all tiles, which may
     have rows of several ranks. Over the link: this rank's rows of W - 1 tiles in, in one step behind a signal.
     """

@@ -308,12 +308,12 @@ def with_two_kinds(ctx):
         return dict(select.ELSEWHERE) if kind == "kind 0" else {"all_reduce": [select.Choice(None, "two_shot", 1)]}
 
     with iris.iris(1 << 20) as own, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("iris.ccl.communicator.kind_of", lambda device: f"kind {own.cur_rank}")
+        patch.setattr("iris.ccl.communicator.gpu_name", lambda device: f"kind {own.cur_rank}")
         patch.setattr("iris.ccl.communicator.load_table", load)
         own.ccl.all_reduce(total := own.zeros(3), torch.full((3,), 1.0 + own.cur_rank, device=own.device))
         assert own.ccl.communicator().table == select.ELSEWHERE and total.tolist() == [3] * 3
         # Of one kind they would have the same, if nobody had measured on one of them alone.
-        patch.setattr("iris.ccl.communicator.kind_of", lambda device: "one kind")
+        patch.setattr("iris.ccl.communicator.gpu_name", lambda device: "one kind")
         patch.setattr("iris.ccl.communicator.load_table", lambda kind, size: load(f"kind {own.cur_rank}", size))
         with pytest.raises(InvalidTableError, match="different tables"):
             own.ccl.communicator(dist.new_group())

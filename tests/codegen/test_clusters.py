@@ -26,10 +26,13 @@ def of_bf16(pieces):
     return one_shot_rms_norm, arguments(one_shot_rms_norm, pieces, slots=slots, BY_ROW=False, **tensors)
 
 
-def of_fp8(size):
-    """Of rows of bf16 that their owners send as fp8, each with a factor: the kernel and its arguments."""
+def of_fp8(size, begin=0):
+    """Of rows of bf16 that their owners send as fp8, each with a factor: the kernel and its arguments.
+
+    ``begin``: the byte of an allocation at which ``out`` begins.
+    """
     tensors = {name: torch.zeros(64, dtype=torch.bfloat16) for name in ("input", "residual", "weight")}
-    tensors |= {"out": torch.zeros(64, dtype=torch.float8_e4m3fn), "results": torch.zeros(64, dtype=torch.int8)}
+    tensors |= {"out": torch.zeros(64, dtype=torch.float8_e4m3fn)[begin:], "results": torch.zeros(64, dtype=torch.int8)}
     division = {"PIECE": 1024, "PART": 896, "BLOCK": 1024, "LANES": 64}
     return sharded_rms_norm, arguments_of(
         sharded_rms_norm, PIECES=1, W=size, H=896, BY_ROW=True, LARGEST=448.0, **division, **tensors
@@ -109,3 +112,11 @@ def test_an_owner_awaits_all_parts_at_once_and_a_rank_the_result_of_each_owner(s
     text = compile_for("sm_90", kernel, *given, num_warps=2).text
     assert text.count("bra POLL") == text.count("vote.sync.any.pred again") == size
     assert text.count("ld.relaxed.sys.global.v4.b32") >= 2 * size - 1
+
+
+@pytest.mark.parametrize("size", [2, thorough(3), thorough(4)])
+def test_an_owners_row_may_lie_anywhere(size):
+    """Then it is stored byte by byte, beside the words that travel: see `codegen.converted_pairs`, which is asked."""
+    kernel, given = of_fp8(size, begin=4)
+    text = compile_for("sm_90", kernel, *given, num_warps=1).text
+    assert "st.global.b8" in text and "cvt.rn.satfinite.e4m3x2.f32" in text

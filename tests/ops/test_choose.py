@@ -248,7 +248,7 @@ def of_two_kinds(ctx):
     with iris.iris(1 << 20) as mixed, pytest.MonkeyPatch.context() as patch:
         rate, kind = [(1000, "slow"), (4000, "fast")][mixed.cur_rank]
         patch.setattr("iris.ops.choose.reading_GBps", lambda gpu: rate)
-        patch.setattr("iris.ccl.communicator.kind_of", lambda device: kind)
+        patch.setattr("iris.ccl.communicator.gpu_name", lambda device: kind)
         patch.setattr(mixed.ops, "_on_gpu", True)  # what is chosen there
         patch.setattr("iris.ops.kernel.SIMULATED_PROGRAMS", PROGRAMS)
         made = call("all_gather_matmul", 1024, 8192, 8192, size=2)

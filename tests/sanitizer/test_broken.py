@@ -15,7 +15,7 @@ BROKEN = Path(__file__).parent / "broken"
 SOURCES = {path.stem: path.read_text() for path in sorted(BROKEN.glob("*.py")) if path.name != "program.py"}
 
 
-def kind_of(name):
+def expected_kind(name):
     return re.search(r'^KIND = "(.+)"$', SOURCES[name], re.MULTILINE).group(1)
 
 
@@ -45,7 +45,7 @@ def work(ctx, name, broken):
 
 
 # What ranks disagree about what is on their heap, no later program could use: see `test_check`.
-ON_ONE_HEAP = [name for name in SOURCES if kind_of(name) != "asymmetric"]
+ON_ONE_HEAP = [name for name in SOURCES if expected_kind(name) != "asymmetric"]
 
 
 def of(num_ranks, names):
@@ -59,7 +59,7 @@ def third(names):
 
 def check_broken(ranks, name):
     _, findings = ranks.run_sanitized(work, name, True)
-    assert {finding.kind for finding in findings} == {kind_of(name)}
+    assert {finding.kind for finding in findings} == {expected_kind(name)}
     named = [
         {Path(line).name for _, where in finding.places for line in re.findall(r"\S+\.py:\d+", where)}
         for finding in findings
@@ -97,7 +97,7 @@ def test_corrected_of_three(ranks, name):
 
 
 def test_every_kind_is_broken_more_than_once():
-    kinds = [kind_of(name) for name in SOURCES]
+    kinds = [expected_kind(name) for name in SOURCES]
     assert len(kinds) >= 30
     for kind in ("race", "race/missing-release", "race/missing-acquire", "race/scope", "race/reuse", "bounds", "freed",
                  "uninitialised", "deadlock", "asymmetric", "rank"):  # fmt: skip

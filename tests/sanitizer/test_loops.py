@@ -1,10 +1,11 @@
-"""Which loops of a kernel's source wait for memory, and which end by themselves: only the first may be a deadlock."""
+"""Which loops wait for memory, and which end by themselves: only the first may be a deadlock."""
 
-import textwrap
+import ast
 
 import pytest
 
 from iris.sanitizer import loops
+from iris.simulator import spinning
 
 SPINS = [
     "while tl.load(flag) != 1:\n    pass",
@@ -23,30 +24,49 @@ ENDS = [
 ]
 
 
-def spinning_lines(tmp_path, source):
-    file = tmp_path / "kernel.py"
-    file.write_text("def kernel():\n" + textwrap.indent(source, "    "))
-    return [number for number in range(1, 9) if loops.spins_at(str(file), number)], file
+def loop_of(source):
+    return next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.While))
 
 
 @pytest.mark.parametrize("source", SPINS)
-def test_a_loop_that_nothing_ends_but_memory_spins(tmp_path, source):
-    lines, _ = spinning_lines(tmp_path, source)
-    assert lines
+def test_a_loop_that_nothing_ends_but_memory_spins(source):
+    assert spinning.spins(loop_of(source))
 
 
 @pytest.mark.parametrize("source", ENDS)
-def test_a_loop_that_goes_on_by_itself_does_not(tmp_path, source):
-    lines, _ = spinning_lines(tmp_path, source)
-    assert lines == []
+def test_a_loop_that_goes_on_by_itself_does_not(source):
+    assert not spinning.spins(loop_of(source))
 
 
 @pytest.mark.parametrize(
-    "test, cmp",
-    [("tl.load(f) != 1", "eq"), ("tl.load(f) < n", "ge"), ("n > ctx.atomic_add(f, 0, r)", "ge"),
-     ("n == tl.load(f)", "ne"), ("tl.sum(tl.load(f)) < n", None), ("(tl.load(f) < n) & on", None)],
-)  # fmt: skip
-def test_a_loop_ends_where_its_comparison_fails(tmp_path, test, cmp):
-    _, file = spinning_lines(tmp_path, f"while {test}:\n    pass")
-    found = [loops.comparison_at(str(file), line) for line in (2, 3)]
-    assert [comparison and comparison.cmp for comparison in found] == [cmp, None]
+    ("test", "cmp"),
+    [
+        ("tl.load(f) != 1", "eq"),
+        ("tl.load(f) < n", "ge"),
+        ("n > ctx.atomic_add(f, 0, r)", "ge"),
+        ("n == tl.load(f)", "ne"),
+        ("tl.sum(tl.load(f)) < n", None),
+        ("(tl.load(f) < n) & on", None),
+    ],
+)
+def test_a_loop_ends_where_its_comparison_fails(test, cmp):
+    found = spinning.comparison(loop_of(f"while {test}:\n    pass"))
+    assert (found and found.cmp) == cmp
+
+
+@pytest.mark.parametrize(
+    ("source", "compares"),
+    [
+        ("while flag.item() < n:\n    sleep(other.item())", True),
+        ("while n > flag.item():\n    pass", True),
+        ("while flag.item() < n: sleep(other.item())", False),
+        ("while flags[other.item()].item() < n:\n    pass", False),
+        ("while on and flag.item() < n:\n    pass", False),
+        ("while int(flag.item()) < n:\n    pass", False),
+        ("if flag.item() < n:\n    pass", False),
+    ],
+)
+def test_where_a_loop_of_the_host_compares_and_does_no_more(tmp_path, source, compares):
+    file = tmp_path / "host.py"
+    file.write_text(source)
+    assert [loops.comparison_at(str(file), line) is not None for line in (1, 2)] == [compares, False]

@@ -10,7 +10,7 @@ import triton.language as tl
 from iris import DeviceContext
 from iris.errors import IrisError
 
-PLAIN, VOLATILE, OF_THE_CONTEXT, ADDITION, SWAP, KEPT, SEVERAL = range(7)
+PLAIN, VOLATILE, OF_THE_CONTEXT, ADDITION, SWAP, KEPT, SEVERAL, ADDITION_OF_THE_CONTEXT = range(8)
 
 
 @triton.jit
@@ -36,6 +36,9 @@ def poll(context_tensor, flags, first, HOW: tl.constexpr):
         found = tl.load(flag)
         while found != 77:
             found = tl.load(flag)
+    elif HOW == 7:
+        while ctx.atomic_add(flag, 0, ctx.cur_rank, sem="acquire", scope="sys") != 77:
+            pass
     else:
         while tl.sum(tl.load(flag + tl.arange(0, 4))) != 77 * 4:
             pass
@@ -48,11 +51,11 @@ def work(ctx, on_heap, how, first):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("how", range(7))
+@pytest.mark.parametrize("how", range(8))
 @pytest.mark.parametrize("on_heap", [True, False])
 @pytest.mark.parametrize("first, kind", [(2, "deadlock"), (1 << 20, "bounds"), (1 << 40, "bounds")])
 def test_a_poll_that_nobody_ends(ranks, on_heap, how, first, kind):
-    if how == OF_THE_CONTEXT and not on_heap:
+    if how in (OF_THE_CONTEXT, ADDITION_OF_THE_CONTEXT) and not on_heap:
         kind = "bounds"
     _, findings = ranks.run_sanitized(work, on_heap, how, first)
     assert {finding.kind for finding in findings} == {kind}

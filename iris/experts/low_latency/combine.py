@@ -14,7 +14,7 @@ rank. Each:
    adds all up in the order of ranks, and then what the caller gives besides, its bias.
 4. Program 0 waits until the dispatches of all other ranks are over. Then the next one in this slot may write to them.
 
-Steps 1 and 2, and 3 and 4, may be launches of their own, one behind the other (``async_op=True``).
+Steps 1 and 2, and 3 and 4, may be launches of their own, one after the other (``async_op=True``).
 
 Who writes which word, and why it may be written again: `iris.experts.low_latency.memory`.
 """
@@ -54,12 +54,14 @@ def await_ends(ctx, slot, call, statistics, EXTENTS: tl.constexpr):
     peer = tl.arange(0, EXTENTS.RANKS)
     others = (peer < EXTENTS.W) & (peer != ctx.cur_rank)
     if statistics is not None:
-        # One rank behind the other, so that time is of one of them.
+        # One rank after the other, so that the time of each wait is that of one rank: of when all threads have their
+        # words.
         for source in tl.static_range(W):
             begun = begin_wait(statistics)
             ll_recv_shared(
                 (slot.over + peer,), call, (others & (peer == source),), sources=(peer,), record=ctx._record()
             )
+            cta_sync()
             end_combine_wait(statistics, source, begun)
     ll_recv_shared((slot.over + peer,), call, (others,), sources=(peer,), record=ctx._record())
 

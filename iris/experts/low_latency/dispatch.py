@@ -22,7 +22,7 @@ a token. With T tokens at a time, the programs of token t serve t, t + T, ... of
    stores that to the experts' places, and clears the message. Own rows have gone nowhere.
 
 Nothing is waited for in step 1, so it is over on every rank whose programs are resident; there are fewer of these than
-multiprocessors. Step 1 and the others may be launches of their own, one behind the other (``async_op=True``): then a
+multiprocessors. Step 1 and the others may be launches of their own, one after the other (``async_op=True``): then a
 program loads its slices anew. Steps 2 and 3: `iris.experts.low_latency.placing`. Who writes which word, and why it may
 be written again: `iris.experts.low_latency.memory`.
 """
@@ -42,7 +42,7 @@ from iris.experts.low_latency.placing import (
     slice_of,
 )
 from iris.experts.routing import RECEIVE, SEND, WHOLE, any_is, choices, load_experts, owners, tokens_of
-from iris.experts.rows import BY_BLOCK, NOT, SMALLEST, divide_blocks
+from iris.experts.rows import BY_BLOCK, NOT, SMALLEST, quantize_blocks
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
@@ -148,13 +148,13 @@ def row_factor(x, token, there, blocks, FORM: tl.constexpr, EXTENTS: tl.constexp
 
 
 @triton.jit
-def divide_slice(x, token, there, blocks, factors, element: tl.constexpr, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """The slice as it travels: divided by factors that are made of it, if it is to be. As `iris.experts.rows`."""
+def quantize_slice(x, token, there, blocks, factors, element: tl.constexpr, FORM: tl.constexpr, EXTENTS: tl.constexpr):
+    """The slice as it travels, with its factors: quantized if it is to be, as by `iris.experts.rows`."""
     QUANTIZE: tl.constexpr = FORM.QUANTIZE
     if QUANTIZE == NOT:
         return blocks, factors
     else:
-        divided, made = (), ()
+        quantized, made = (), ()
         if QUANTIZE != BY_BLOCK:
             factor = row_factor(x, token, there, blocks=blocks, FORM=FORM, EXTENTS=EXTENTS)
             made += (factor + tl.zeros((4,), dtype=tl.float32),)
@@ -162,13 +162,13 @@ def divide_slice(x, token, there, blocks, factors, element: tl.constexpr, FORM: 
             data = blocks[i].to(tl.float32)
             if QUANTIZE == BY_BLOCK:
                 # One row of a block.
-                data, of_block = divide_blocks(data[None, :], element, FORM)
+                data, of_block = quantize_blocks(data[None, :], element, FORM)
                 data, of_block = tl.reshape(data, (data.shape[1],)), tl.reshape(of_block, (of_block.shape[1],))
                 made += (of_block,)
             else:
                 data = (data / factor).to(element)
-            divided += (data,)
-        return divided, made
+            quantized += (data,)
+        return quantized, made
 
 
 @triton.jit
@@ -225,7 +225,7 @@ def begin_token(
     words = weights.to(tl.int32, bitcast=True)
     send_weights(ctx, slot, words, token=token, weighted=weighted, call=call, bases=bases, EXTENTS=EXTENTS)
     there = FORM.MOVES & exists
-    blocks, factors = divide_slice(
+    blocks, factors = quantize_slice(
         x, token, there, blocks=blocks, factors=factors, element=element, FORM=FORM, EXTENTS=EXTENTS
     )
     if FORM.MOVES:
@@ -311,7 +311,7 @@ def dispatch(
         for token in range(first, EXTENTS.M, AT_ONCE):
             there = FORM.MOVES & (token < tokens)
             blocks, factors = load_slice(x, scales, token, there=there, FORM=FORM, EXTENTS=EXTENTS)
-            blocks, factors = divide_slice(
+            blocks, factors = quantize_slice(
                 x, token, there, blocks=blocks, factors=factors, element=element, FORM=FORM, EXTENTS=EXTENTS
             )
             end_token(

@@ -68,7 +68,7 @@ def receive(
 ):
     """Wait for ``PARTS`` parts of ``NUMBER`` elements, of which rank ``source`` sends the first ``count`` of each.
 
-    They are one behind the other from ``begin`` on; a tuple of blocks of ``ROOM`` elements. With a ``count`` of 0
+    They are one after the other from ``begin`` on; a tuple of blocks of ``ROOM`` elements. With a ``count`` of 0
     nothing is awaited, and they are anything.
     """
     E: tl.constexpr = elements_per_word(element)

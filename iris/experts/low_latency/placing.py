@@ -117,12 +117,14 @@ def find_places(ctx, slot, layout, statistics, token, alignment, call, EXTENTS: 
     at = (source * EXTENTS.M + token) * EXTENTS.K + k
     ptrs = (slot.counts + counting * EXTENTS.LOCAL + local, slot.choices + at)
     if statistics is not None:
-        # One rank behind the other, so that time is of one of them.
+        # One rank after the other, so that the time of each wait is that of one rank. Each thread waits for its own
+        # words, and one takes the time: when all threads have theirs.
         W: tl.constexpr = EXTENTS.W
         for rank in tl.static_range(W):
             begun = begin_wait(statistics)
             masks = (counted & (counting == rank), there & (source == rank))
             ll_recv_shared(ptrs, call, masks, sources=(counting, source), record=ctx._record())
+            cta_sync()
             end_dispatch_wait(statistics, rank, begun)
     _, word = ll_recv_shared(ptrs, call, (counted, there), sources=(counting, source), record=ctx._record())
     # What any thread has awaited all may load.

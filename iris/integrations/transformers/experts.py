@@ -32,7 +32,7 @@ from iris.ops.experts_functional import experts_mlp
 # For fewer tokens than that no memory is saved that would matter.
 LEAST_ROOM = 8
 
-# One in flight, since each call ends with its combine; compact rows, one behind the other, as grouped products take.
+# One in flight, since each call ends with its combine; compact rows, one after the other, as grouped products take.
 CONFIG = ExpertsConfig(in_flight=1, layouts=("compact",), alignment=1)
 
 # Layers of one shape share memory. Of a context: those of a number of experts, a room, a row, top k and a dtype.

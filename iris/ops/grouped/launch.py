@@ -23,7 +23,7 @@ from iris.ops.kernel import SIMULATED_PROGRAMS
 from iris.ops.kernel_arguments import Tiling, by_name
 from iris.ops.portable import TritonKernels
 from iris.runtime.launch import addresses, prepare, remember
-from iris.runtime.template import Template, kinds_of, template_of
+from iris.runtime.template import Template, template_of, tensor_keys
 
 # Of so many programs one ends before the others, where another kernel begins beside them.
 LEAVING = 8
@@ -153,9 +153,9 @@ def programs(config: FusedConfig) -> int:
     return min(config.num_sms or most, most)
 
 
-def _chosen_for(call: GroupedCall, kind: tuple) -> FusedConfig:
+def _chosen_for(call: GroupedCall, launch_key: tuple) -> FusedConfig:
     """The tiles of a call for which none are given."""
-    key = (kind, call.room, len(call.mat_b), allows_tf32())
+    key = (launch_key, call.room, len(call.mat_b), allows_tf32())
     config = _chosen.get(key)
     if config is None:
         config = on_hopper.hopper_tiles(call)
@@ -199,19 +199,19 @@ def _tiles(itemsize: int, height: int, on_amd: bool, allow_tf32: bool) -> FusedC
 def enqueue(call: GroupedCall, config: FusedConfig | None, only_prepare: bool = False) -> None:
     """On the current stream, a call that has been checked; or only compile and load what carries such calls."""
     own = (call.out, call.mat_a, call.mat_b, call.offs, call.counts)
-    alike = None if only_prepare else _alike(call, config, own)
+    alike = None if only_prepare else _call_key(call, config, own)
     known = _known.get(alike) if alike is not None else None
     if known is not None:
         run, fill = known
         run(_stream(), fill([each for each in own if each is not None]))
         return
-    kind = _kind(call)
+    launch_key = _launch_key(call)
     if config is None:
-        config = _chosen_for(call, kind)
+        config = _chosen_for(call, launch_key)
     else:
         _check(call, config)
     kernel, arguments, options = launch_of(call, config)
-    given, key = by_name(kernel, **arguments), (config, kind)
+    given, key = by_name(kernel, **arguments), (config, launch_key)
     run = _prepared.get(key)
     if run is None:
         run = prepare(kernel, (programs(config), 1, 1), *given, **options)
@@ -228,17 +228,17 @@ def _stream() -> int | None:
     return None if simulator.ACTIVE else current_raw_stream(torch.cuda.current_device())
 
 
-def _alike(call: GroupedCall, config: FusedConfig | None, own: Sequence[torch.Tensor | None]) -> tuple | None:
-    """What is equal of calls that are one launch but for addresses; None: this one is to be looked at."""
+def _call_key(call: GroupedCall, config: FusedConfig | None, own: Sequence[torch.Tensor | None]) -> tuple | None:
+    """What is the same in calls whose launches differ in addresses alone; None where each has to be looked at."""
     # Without a config, products of float32 are in the precision that torch's are in then.
     if call.progress or call.scale_a is not None or call.scale_b is not None or call.mat_a.dtype is torch.float32:
         return None
-    kinds = kinds_of(own)
-    return None if kinds is None else (kinds, config, call.activation)
+    keys = tensor_keys(own)
+    return None if keys is None else (keys, config, call.activation)
 
 
-def _kind(call: GroupedCall) -> tuple:
-    """What is equal of calls that one prepared launch is for: it may be for other numbers of rows and groups."""
+def _launch_key(call: GroupedCall) -> tuple:
+    """What is the same in calls that one prepared launch serves. Numbers of rows and groups may differ."""
     tensors = [
         (role, each.dtype, each.stride(), each.shape[-1] if each.dim() > 1 else 0, each.data_ptr() % 16)
         for role, each in call.given().items()

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from iris.experts.rows import divide_blocks
+from iris.experts.rows import quantize_blocks
 from iris.language.dependent_launch import gdc_wait
 from iris.ops.grouped.groups import group_of, rows_of
 from iris.ops.grouped.kernel_arguments import SCALE_BLOCK, GroupedRows, groups_up_to
@@ -61,7 +61,7 @@ def quantise_rows(x, groups, narrow, scales, room, E, N, FORM: tl.constexpr):
         columns = begin + tl.arange(0, COLUMNS)[None, :]
         mask = inside & (columns < N)
         data = tl.load(x + rows * N + columns, mask=mask, other=0).to(tl.float32)
-        values, factors = divide_blocks(data, narrow.dtype.element_ty, FORM)
+        values, factors = quantize_blocks(data, narrow.dtype.element_ty, FORM)
         tl.store(narrow + rows * N + columns, values, mask=mask)
         number_of_block = begin // FORM.GROUP + tl.arange(0, BLOCKS)[None, :]
         deep = tl.cdiv(N, FORM.GROUP)
