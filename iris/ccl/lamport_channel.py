@@ -15,8 +15,8 @@ from iris.language.target import threads_per_warp
 
 # Bytes that a program receives for a block at most: the parts of all W ranks. Each part is a power of two.
 BLOCK_BYTES = 8192
-# What a warp moves at once, 16 bytes a thread: parts have this size as long as every block gets a program of its own. And
-# warps of a program at most.
+# What a warp moves at once, 16 bytes a thread: parts have this size as long as every block gets a program of its own.
+# And warps of a program at most.
 WARP_BYTES, MOST_WARPS = 512, 8
 # Slots of a channel: see `iris.ccl.one_shot`.
 SLOTS = tl.constexpr(3)

@@ -35,6 +35,11 @@ from iris.language.pairs import widen
 # Rows that a program of the two-shot kernel sends before it waits for the first of them.
 AHEAD = tl.constexpr(1)
 
+# Elements in a row that the compiler may give to a thread: 16 bytes of bf16 and fp16. Of an fp8 result it would take 16
+# elements. Then all threads exchanged what they had, and Triton 3.6 waited for it three times, once for each layout.
+# The hint is for `tl.max_contiguous`, which is forgotten of what a function returns.
+NEIGHBOURS = tl.constexpr(8)
+
 
 @triton.jit
 def keep_residual(tensors, at, inside, x):
@@ -148,7 +153,7 @@ def one_shot_rms_norm(
         row, piece = unit // PIECES, unit % PIECES
         columns = piece * PIECE + i
         inside = columns < H
-        at = tl.max_contiguous(row.to(tl.int64) * H + columns, 8)
+        at = tl.max_contiguous(row.to(tl.int64) * H + columns, NEIGHBOURS)
         # All loads at once, before the first store and the waiting: what follows needs no other trip to memory.
         epoch = tl.load(epochs + unit)
         own = tl.load(input + at, mask=inside)
@@ -239,7 +244,7 @@ def two_shot_rms_norm(
     for step in range(0, steps + 2 * AHEAD):
         # Loaded long before it is wanted.
         done = first + (step - 2 * AHEAD) * stride
-        at = tl.max_contiguous((done // PIECES).to(tl.int64) * H + begin + j, 8)
+        at = tl.max_contiguous((done // PIECES).to(tl.int64) * H + begin + j, NEIGHBOURS)
         added = load_or_zero(tensors.residual, at, inside & (step >= 2 * AHEAD))
         if step < steps:
             unit = first + step * stride
