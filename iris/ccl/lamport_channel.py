@@ -13,7 +13,8 @@ from iris.ccl.call import Call
 from iris.ccl.communicator import Communicator, power_of_two
 from iris.language.target import threads_per_warp
 
-# Bytes that a program receives for a block at most: the parts of all W ranks. Each part is a power of two.
+# Bytes that a program receives for a block at most: the parts of all W ranks. Each part is a power of two. Between two
+# ranks it may be twice as large: see `part_bytes`.
 BLOCK_BYTES = 8192
 # What a warp moves at once, 16 bytes a thread: parts have this size as long as every block gets a program of its own.
 # And warps of a program at most.
