@@ -13,10 +13,12 @@ from iris.ccl.call import Call
 from iris.ccl.communicator import Communicator, power_of_two
 from iris.language.target import threads_per_warp
 
-# Bytes that a program receives for a block at most: the parts of all W ranks. Each part is a power of two.
+# Bytes that a program receives for a block at most: the parts of all W ranks. Each part is a power of two. Between two
+# ranks it may be twice as large: see `part_bytes`.
 BLOCK_BYTES = 8192
-# What a warp moves at once, 16 bytes a thread. Parts have this size as long as every block gets a program of its own.
-WARP_BYTES = 512
+# What a warp moves at once, 16 bytes a thread: parts have this size as long as every block gets a program of its own.
+# And warps of a program at most.
+WARP_BYTES, MOST_WARPS = 512, 8
 # Slots of a channel: see `iris.ccl.one_shot`.
 SLOTS = tl.constexpr(3)
 # A channel is several times as large as the tensor, and each stream has one. So it may take this fraction (1/16) of the
@@ -27,14 +29,22 @@ SHARE_OF_WORKSPACE = 16
 SHARE_WITH_ROOM, ROOM_LEFT = 5, 4
 
 
-def part_bytes(size: int, share: int, programs: int) -> int:
-    """Bytes of a part, where each of ``size`` ranks adds up ``share`` bytes with so many ``programs``."""
+def part_bytes(size: int, steps: int, share: int, programs: int) -> int:
+    """Bytes of a part, where each of ``size`` ranks adds up ``share`` bytes with so many ``programs``.
+
+    Between two ranks it is twice as much where no program has more to do for it. In two steps a program still has two
+    blocks then, of which one goes on while the other waits. Among more ranks that was not measured.
+    """
     # At least 16 bytes for each thread of a warp: no two threads may poll the same word (`lamport_recv`).
     largest = max(16 * threads_per_warp(), BLOCK_BYTES // (1 << (size - 1).bit_length()))
     part = min(WARP_BYTES, largest)
     while part < largest and part * programs < share:
         part *= 2
-    return part
+
+    def rounds(part: int) -> int:
+        return -(-share // (part * programs))
+
+    return 2 * part if size == 2 and steps <= rounds(2 * part) <= rounds(part) / 2 else part
 
 
 class ChannelLayout(NamedTuple):
@@ -56,7 +66,7 @@ class ChannelLayout(NamedTuple):
 
 def channel_layout(size: int, steps: int, nbytes: int, programs: int) -> ChannelLayout:
     """For a sum of ``nbytes`` among ``size`` ranks in so many steps, with ``programs`` programs."""
-    part = part_bytes(size, nbytes // (1 if steps == 1 else size), programs)
+    part = part_bytes(size, steps, nbytes // (1 if steps == 1 else size), programs)
     max_blocks = power_of_two(max(1, -(-nbytes // (part if steps == 1 else part * size))))
     return ChannelLayout(part, max_blocks, max_blocks * (4 + SLOTS.value * steps * size * part))
 

@@ -51,7 +51,7 @@ from iris.ccl.combine import accumulate, accumulator, finalize
 from iris.ccl.communicator import Launch
 from iris.ccl.kernel_arguments import LamportChannel
 from iris.ccl.kernel_launch import INTEGERS, fitting, kernel_launch
-from iris.ccl.lamport_channel import SLOTS, WARP_BYTES, call_channel, fits
+from iris.ccl.lamport_channel import MOST_WARPS, SLOTS, WARP_BYTES, call_channel, fits
 from iris.language.address import translate
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
@@ -59,6 +59,7 @@ from iris.language.flat import flat
 from iris.language.jit import jit
 from iris.language.lamport import decode, elements_per_word, lamport_clear, lamport_recv, lamport_send
 from iris.language.ordering import store_after_sync
+from iris.language.pairs import rounded_by_pairs
 
 # Blocks that a program sends before it waits for the first of them, so that the links are busy while it
 # adds up. If it sent all of them first, the links would be idle at the end.
@@ -76,22 +77,43 @@ def recv_and_reduce(ctx, parts, own, count, W: tl.constexpr, PART: tl.constexpr,
     element: tl.constexpr = own.dtype
     ACC: tl.constexpr = accumulator(element)
     E: tl.constexpr = elements_per_word(element)
-    words = lamport_recv(
-        parts,
-        rank,
-        count,
-        WORDS=own.shape[0] // E,
-        PARTS=W,
-        STRIDE=PART // E,
-        element=element,
-        record=ctx._record(),
-    )
     own = tl.cast(own, ACC)
-    total = own
-    for s in tl.static_range(W):
-        value = tl.where(rank == s, own, tl.cast(decode(words[s], own, element), ACC))
-        total = accumulate(total, value, factors, s, OP=OP)
-    return finalize(total, element, W, OP)
+    if W == 2:
+        # All is from one rank, so there is no part to leave out.
+        (words,) = lamport_recv(
+            parts + (1 - rank) * PART,
+            -1,
+            count,
+            WORDS=own.shape[0] // E,
+            PARTS=1,
+            STRIDE=PART // E,
+            element=element,
+            record=ctx._record(),
+            source=1 - rank,
+        )
+        other = tl.cast(decode(words, own, element), ACC)
+        if OP == "sum" or OP == "avg":
+            # The same bits in either order.
+            total = own + other
+        else:
+            total = accumulate(own, tl.where(rank == 0, own, other), factors, 0, OP=OP)
+            total = accumulate(total, tl.where(rank == 0, other, own), factors, 1, OP=OP)
+    else:
+        words = lamport_recv(
+            parts,
+            rank,
+            count,
+            WORDS=own.shape[0] // E,
+            PARTS=W,
+            STRIDE=PART // E,
+            element=element,
+            record=ctx._record(),
+        )
+        total = own
+        for s in tl.static_range(W):
+            value = tl.where(rank == s, own, tl.cast(decode(words[s], own, element), ACC))
+            total = accumulate(total, value, factors, s, OP=OP)
+    return rounded_by_pairs(finalize(total, element, W, OP))
 
 
 @jit
@@ -125,8 +147,10 @@ def recycle_slot(ctx, channel, block, epoch, W: tl.constexpr, PART: tl.constexpr
     """Clear what peers have put into the slot of the epoch before, and store the block's next epoch, modulo 3."""
     old = region(channel.slots, channel.max_blocks, block, epoch + (SLOTS - 1), REGION=STEPS * W * PART)
     i = flat(PART, channel.slots.dtype.element_ty)
-    for part in tl.static_range(STEPS * W):
-        lamport_clear(old + part * PART + i, (i < PART) & (part % W != ctx.cur_rank))
+    for step in tl.static_range(STEPS):
+        for distance in tl.static_range(1, W):
+            part = step * W + (ctx.cur_rank + distance) % W
+            lamport_clear(old + part * PART + i, i < PART)
     store_after_sync(channel.epochs + block, (epoch + 1) % SLOTS)
 
 
@@ -255,7 +279,7 @@ def launch_arguments(call: Call, max_programs: int | None, steps: int) -> dict[s
     part = layout.part // dtype.itemsize
     blocks = -(-n // (part if steps == 1 else part * comm.size))
     # No more warps than there is data for. On AMD all warps of a program poll until the last one has its data.
-    warps = min(call.config.warps(part, dtype.itemsize), max(1, layout.part // WARP_BYTES))
+    warps = min(call.config.warps(part, dtype.itemsize), max(1, layout.part // WARP_BYTES), MOST_WARPS)
     return dict(
         programs=fitting(comm, max(1, min(blocks, max_programs)), warps),
         num_warps=warps,

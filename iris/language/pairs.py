@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from iris.language.jit import jit
 from iris.language.target import on_nvidia
+
+
+@jit
+def rounded_by_pairs(x):
+    """The block ``x``, which has been rounded from float32; if it is bf16, by pairs."""
+    if on_nvidia() and x.dtype == tl.bfloat16 and x.shape[0] >= 2 * cuda.num_threads():
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        return x
 
 
 @triton.jit

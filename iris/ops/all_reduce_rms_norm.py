@@ -35,33 +35,41 @@ from iris.language.pairs import widen
 # Rows that a program of the two-shot kernel sends before it waits for the first of them.
 AHEAD = tl.constexpr(1)
 
+# Elements in a row that the compiler may give to a thread: 16 bytes of bf16 and fp16. Of an fp8 result it would take 16
+# elements. Then all threads exchanged what they had, and Triton 3.6 waited for it three times, once for each layout.
+# The hint is for `tl.max_contiguous`, which is forgotten of what a function returns.
+NEIGHBOURS = tl.constexpr(8)
+
 
 @triton.jit
-def normalise(
-    tensors, at, inside, x, gain, divisor, squares, peak, row, leads, eps, H: tl.constexpr, LARGEST: tl.constexpr
-):
-    """Finish what is ``at`` some place in a row, ``inside`` it.
+def keep_residual(tensors, at, inside, x):
+    """Store the sums and residuals ``x``. Before programs of a row meet, so that it is done while they do."""
+    if tensors.residual is not None:
+        tl.store(tensors.residual + at, x.to(tensors.residual.dtype.element_ty), mask=inside)
 
-    ``x``: sums and residuals; ``gain``: the weight. ``squares``: the sum of x * x over the row, ``peak``: the largest
-    absolute value of x * gain; ``divisor``: the given scale. ``leads``: this program writes what a row has once.
-    ``LARGEST``: of what ``out`` can hold, if that is fp8; else 0. Returns what the caller stores to ``out``, and the
-    row's factor: 1 if it has none.
+
+@triton.jit
+def normalise(tensors, scaled, divisor, squares, peak, row, leads, eps, H: tl.constexpr, LARGEST: tl.constexpr):
+    """What becomes of ``scaled``: sums and residuals x, times the weight.
+
+    ``squares``: the sum of x * x over the row; ``peak``: the largest absolute value of ``scaled``; ``divisor``: the
+    given scale. ``leads``: this program writes what a row has once. ``LARGEST``: of what ``out`` can hold, if that is
+    fp8; else 0. Returns what the caller stores to ``out``, and the row's factor: 1 if it has none.
     """
     shrink = tl.rsqrt(squares / H + eps)
-    y = x * shrink * gain
     factor = 1.0
     if tensors.row_scales is not None:
         # A row of zeros has any scale: one that divides. Of a row with a NaN ``shrink`` is one, and so is all of it.
         factor = tl.maximum(peak * shrink / LARGEST, 1e-12, propagate_nan=PROPAGATE)
         tl.store(tensors.row_scales + row, factor, mask=leads)
-        y = y / factor
+        y = scaled * (shrink / factor)
+    else:
+        y = scaled * shrink
     if tensors.scale is not None:
         y = y / divisor
     if LARGEST > 0:
         y = tl.maximum(y, -LARGEST, propagate_nan=PROPAGATE)
         y = tl.minimum(y, LARGEST, propagate_nan=PROPAGATE)
-    if tensors.residual is not None:
-        tl.store(tensors.residual + at, x.to(tensors.residual.dtype.element_ty), mask=inside)
     return y.to(tensors.out.dtype.element_ty), factor
 
 
@@ -73,6 +81,11 @@ def share(partials, value, piece, stamp, DIVISION: tl.constexpr, rank, record):
     ll_send(partials + k, words, stamp, k == piece)
     words = ll_recv(ptrs=partials + k, stamp=stamp, mask=k < DIVISION.PIECES, source=rank, record=record)
     return tl.where(k < DIVISION.PIECES, tl.cast(words, tl.float32, bitcast=True), 0)
+
+
+@triton.jit
+def sum_and_larger(square, height, other_square, other_height):
+    return square + other_square, tl.maximum(height, other_height)
 
 
 @triton.jit
@@ -94,7 +107,10 @@ def over_the_row(
     if DIVISION.CLUSTERED:
         total, peak = cluster_all_reduce(meeting, entered, squares, heights, PROGRAMS=PIECES, PEAKS=BY_ROW)
     else:
-        total, peak = tl.sum(squares, axis=0), tl.max(heights, axis=0) if BY_ROW else 0.0
+        if BY_ROW:
+            total, peak = tl.reduce((squares, heights), 0, sum_and_larger)
+        else:
+            total, peak = tl.sum(squares, axis=0), 0.0
         if PIECES > 1:
             totals = share(partials, total, piece, stamp, DIVISION=DIVISION, rank=rank, record=record)
             total = tl.sum(totals, axis=0)
@@ -137,7 +153,7 @@ def one_shot_rms_norm(
         row, piece = unit // PIECES, unit % PIECES
         columns = piece * PIECE + i
         inside = columns < H
-        at = row.to(tl.int64) * H + columns
+        at = tl.max_contiguous(row.to(tl.int64) * H + columns, NEIGHBOURS)
         # All loads at once, before the first store and the waiting: what follows needs no other trip to memory.
         epoch = tl.load(epochs + unit)
         own = tl.load(input + at, mask=inside)
@@ -149,16 +165,17 @@ def one_shot_rms_norm(
             push(ctx, parts + rank * PIECE, i, own, count=H - piece * PIECE, bases=bases, distance=distance, W=W)
         # While the data are under way. What the last call's slot held was read in that call.
         old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), REGION=W * PIECE)
-        for s in tl.static_range(W):
-            lamport_clear(old + s * PIECE + i, (i < PIECE) & (rank != s))
+        for distance in tl.static_range(1, W):
+            lamport_clear(old + (rank + distance) % W * PIECE + i, i < PIECE)
         store_after_sync(epochs + unit, (epoch + 1) % SLOTS)
         entered = enter(meeting, PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
         event = ctx.tracing.begin_wait_for_data(parts, rank)
         total = recv_and_reduce(ctx, parts, own, H - piece * PIECE, W=W, PART=PIECE, OP="sum")
         ctx.tracing.record_event_end(event)
         x = tl.where(inside, widen(total), 0) + widen(added)
-        gain = widen(gain)
-        squares, heights = x * x, tl.abs(x * gain) if BY_ROW else 0.0
+        keep_residual(tensors, at, inside, x)
+        scaled = x * widen(gain)
+        squares, heights = x * x, tl.abs(scaled) if BY_ROW else 0.0
         squares, peak = over_the_row(
             squares,
             heights,
@@ -174,10 +191,7 @@ def one_shot_rms_norm(
         )
         y, _ = normalise(
             tensors,
-            at,
-            inside,
-            x,
-            gain=gain,
+            scaled,
             divisor=divisor,
             squares=squares,
             peak=peak,
@@ -230,7 +244,7 @@ def two_shot_rms_norm(
     for step in range(0, steps + 2 * AHEAD):
         # Loaded long before it is wanted.
         done = first + (step - 2 * AHEAD) * stride
-        at = (done // PIECES).to(tl.int64) * H + begin + j
+        at = tl.max_contiguous((done // PIECES).to(tl.int64) * H + begin + j, NEIGHBOURS)
         added = load_or_zero(tensors.residual, at, inside & (step >= 2 * AHEAD))
         if step < steps:
             unit = first + step * stride
@@ -261,6 +275,12 @@ def two_shot_rms_norm(
         if step >= 2 * AHEAD:
             epoch = tl.load(epochs + done)
             sums = region(slots, room * PIECES, done, epoch, REGION=REGION) + W * PART
+            # While the data are under way. What the last call's slot held was read in that call.
+            old = region(slots, room * PIECES, done, epoch + (SLOTS - 1), REGION=REGION)
+            for distance in tl.static_range(1, W):
+                lamport_clear(old + (rank + distance) % W * PART + i, i < PART)
+            lamport_clear(old + W * PART + j, j < W * PART)
+            store_after_sync(epochs + done, (epoch + 1) % SLOTS)
             event = ctx.tracing.begin_wait_for_data(sums, rank)
             (words,) = lamport_recv(
                 sums,
@@ -273,11 +293,10 @@ def two_shot_rms_norm(
                 record=ctx._record(),
             )
             ctx.tracing.record_event_end(event)
-            old = region(slots, room * PIECES, done, epoch + (SLOTS - 1), REGION=REGION)
-            lamport_clear(old + j, (j < W * PART) & (j // PART != rank))
-            lamport_clear(old + W * PART + j, j < W * PART)
             x = tl.where(inside, widen(decode(words, j, element)), 0) + widen(added)
-            squares, heights = x * x, tl.abs(x * gain) if BY_ROW else 0.0
+            keep_residual(tensors, at, inside, x)
+            scaled = x * widen(gain)
+            squares, heights = x * x, tl.abs(scaled) if BY_ROW else 0.0
             squares, peak = over_the_row(
                 squares,
                 heights,
@@ -293,10 +312,7 @@ def two_shot_rms_norm(
             )
             y, _ = normalise(
                 tensors,
-                at,
-                inside,
-                x,
-                gain=gain.to(tl.float32),
+                scaled,
                 divisor=divisor,
                 squares=squares,
                 peak=peak,
@@ -307,7 +323,6 @@ def two_shot_rms_norm(
                 LARGEST=LARGEST,
             )
             tl.store(tensors.out + at, y, mask=inside)
-            store_after_sync(epochs + done, (epoch + 1) % SLOTS)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -325,13 +340,12 @@ def rms_norm(tensors, rows, eps, H: tl.constexpr, ROW: tl.constexpr, LARGEST: tl
         at = row.to(tl.int64) * H + j
         added = load_or_zero(tensors.residual, at, inside).to(tl.float32)
         x = tl.load(tensors.input + at, mask=inside, other=0).to(tl.float32) + added
-        peak = tl.max(tl.abs(x * gain), axis=0) if tensors.row_scales is not None else 0.0
+        keep_residual(tensors, at, inside, x)
+        scaled = x * gain
+        peak = tl.max(tl.abs(scaled), axis=0) if tensors.row_scales is not None else 0.0
         y, _ = normalise(
             tensors,
-            at,
-            inside,
-            x,
-            gain=gain,
+            scaled,
             divisor=divisor,
             squares=tl.sum(x * x, axis=0),
             peak=peak,

@@ -40,7 +40,7 @@ from iris.language.lamport import decode, elements_per_word, encode, lamport_cle
 from iris.language.ll import ll_recv, ll_send
 from iris.language.ordering import store_after_sync
 from iris.language.pairs import widen
-from iris.ops.all_reduce_rms_norm import load_or_zero, normalise, over_the_row
+from iris.ops.all_reduce_rms_norm import keep_residual, load_or_zero, normalise, over_the_row
 
 # Rows that a program sends before it waits for the first of them.
 AHEAD = tl.constexpr(1)
@@ -126,7 +126,9 @@ def sharded_rms_norm(
             total = recv_and_reduce(ctx, received, own, count, W=W, PART=PART, OP="sum")
             ctx.tracing.record_event_end(event)
             x = tl.where(inside, widen(total), 0) + widen(added)
-            squares, heights = x * x, tl.abs(x * gain) if BY_ROW else 0.0
+            keep_residual(tensors, at, inside, x)
+            scaled = x * gain
+            squares, heights = x * x, tl.abs(scaled) if BY_ROW else 0.0
             squares, peak = over_the_row(
                 squares,
                 heights,
@@ -142,10 +144,7 @@ def sharded_rms_norm(
             )
             y, factor = normalise(
                 tensors,
-                at,
-                inside,
-                x,
-                gain=gain,
+                scaled,
                 divisor=divisor,
                 squares=squares,
                 peak=peak,
@@ -202,8 +201,8 @@ def sharded_rms_norm(
                     LANES=DIVISION.LANES,
                 )
             old = region(parts, places, unit, epoch + (SLOTS - 1), REGION=W * PART)
-            for source in tl.static_range(W):
-                lamport_clear(old + source * PART + i, (i < PART) & (rank != source))
+            for distance in tl.static_range(1, W):
+                lamport_clear(old + (rank + distance) % W * PART + i, i < PART)
             old = region(results, places, unit, epoch + (SLOTS - 1), REGION=(W - 1) * PART)
             for distance in tl.static_range(1, W):
                 lamport_clear(old + (distance - 1) * PART + i, i < PART)

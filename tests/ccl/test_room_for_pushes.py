@@ -29,6 +29,15 @@ def test_the_largest_sums_of_two_ranks_that_are_pushed(device_mib, steps, larges
     assert fitting == sizes[: sizes.index(largest) + 1]
 
 
+@pytest.mark.parametrize(
+    ("steps", "mib", "kib"), [(1, 1, 4), (1, 2, 8), (1, 3, 4), (2, 4, 4), (2, 6, 4), (2, 8, 8), (2, 16, 8)]
+)
+def test_parts_of_two_ranks_are_larger_where_no_program_has_more_to_do(steps, mib, kib):
+    """With two programs on each of 132 multiprocessors; in two steps each has two blocks at least."""
+    assert lamport_channel.channel_layout(2, steps, mib * MIB, 264).part == kib << 10
+    assert lamport_channel.channel_layout(4, steps, mib * MIB, 264).part <= 2 << 10
+
+
 def decided(ctx):
     """Ways of sums that all have a channel of their own, by what room there is."""
     with iris.iris(4 * MIB) as own, pytest.MonkeyPatch.context() as patch:

@@ -78,9 +78,25 @@ def test_what_can_be_done_while_data_are_on_their_way_is():
     stores = [number for number, line in enumerate(code) if "STG" in line]
     looks = next(number for number, line in enumerate(code) if "LDG" in line and "STRONG.SYS" in line)
     entered = next(number for number, line in enumerate(code) if "UCGABAR_WAIT" in line)
-    # To three peers, of which each thread has 8 elements; then the slots of four ranks, and the epoch.
+    # To three peers, of which each thread has 8 elements; then their slots, and the epoch.
     sent, cleared = stores[:3], [number for number in stores[3:] if number < looks]
-    assert sent[-1] < entered < looks and len(cleared) == 5
+    assert sent[-1] < entered < looks and len(cleared) == 4
+
+
+@pytest.mark.parametrize("kernel", [one_shot_rms_norm, thorough(two_shot_rms_norm)])
+def test_a_thread_stores_the_fp8_that_it_has_computed_and_rounds_sums_by_pairs(kernel):
+    """16 elements each: threads exchange the sum of squares and the peak alone, in five steps of a shuffle.
+
+    Each step waits in one loop. (Where threads exchanged elements, Triton 3.6 had three for each.)
+    """
+    tensors = {name: torch.zeros(64, dtype=torch.bfloat16) for name in ("input", "residual", "weight")}
+    tensors |= {"out": torch.zeros(64, dtype=torch.float8_e4m3fn), "slots": torch.zeros(64, dtype=torch.int16)}
+    division = {"PIECE": 512, "PART": 256, "BLOCK": 256} if kernel is two_shot_rms_norm else {"PIECE": 512, "PART": 512}
+    shape = CLUSTER | division | {"LARGEST": 448.0, "BY_ROW": True}
+    code = compile_for("sm_90", kernel, *arguments_of(kernel, W=2, H=8192, PIECES=16, **shape, **tensors), num_warps=1)
+    assert code.text.count("shfl.sync") == 10 and "st.shared" not in code.text
+    assert code.text.count("bra POLL") == (2 if kernel is two_shot_rms_norm else 1)
+    assert not any("F2F." in line for line in code.instructions())
 
 
 # Of each rank a thread has four vectors of 16 bytes, or with three ranks eight, of which four are awaited at once.
