@@ -4,7 +4,7 @@ import pytest
 import torch
 from covering import thorough
 
-from codegen.offline import by_turns, compile_for
+from codegen.offline import OLDEST, by_turns, compile_for
 from codegen.test_every_kernel import arguments_of
 from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, two_shot_rms_norm
 from iris.ops.sharded_rms_norm import sharded_rms_norm
@@ -111,10 +111,13 @@ def test_a_warp_awaits_vectors_in_one_loop_and_leaves_it_as_a_whole(size, piece,
 
 @pytest.mark.parametrize("size", [2, thorough(3)])
 def test_an_owner_awaits_all_parts_at_once_and_a_rank_the_result_of_each_owner(size):
-    """Also where results are of fp8: they are polled 16 bytes at a time, as the parts are."""
+    """Also where results are of fp8: they are polled 16 bytes at a time, as the parts are.
+
+    Triton 3.6 compiles the wait for parts three times then, one after the other: once for each layout of the sums.
+    """
     kernel, given = of_fp8(size)
     text = compile_for("sm_90", kernel, *given, num_warps=2).text
-    assert text.count("bra POLL") == text.count("vote.sync.any.pred again") == size
+    assert text.count("bra POLL") == text.count("vote.sync.any.pred again") == size + (2 if OLDEST else 0)
     assert text.count("ld.relaxed.sys.global.v4.b32") >= 2 * size - 1
 
 
