@@ -45,7 +45,7 @@ class Row(NamedTuple):
     """One measurement of a dispatch and a combine. ``sms``: 0 where the library chooses.
 
     ``graph_microseconds``: in a CUDA graph; none where it cannot be captured. ``call_microseconds``: `CALLS` calls, one
-    behind the other, so that the host's time is in it, and not by how much later than a peer a rank began.
+    after the other, over their number: with the host's time, and a rank that begins late counts but once.
     """
 
     tokens: int

@@ -60,6 +60,7 @@ from iris.language.jit import jit
 from iris.language.lamport import decode, elements_per_word, lamport_clear, lamport_recv, lamport_send
 from iris.language.ordering import store_after_sync
 from iris.language.pairs import rounded_by_pairs
+from iris.language.target import on_nvidia
 
 # Blocks that a program sends before it waits for the first of them, so that the links are busy while it
 # adds up. If it sent all of them first, the links would be idle at the end.
@@ -92,8 +93,9 @@ def recv_and_reduce(ctx, parts, own, count, W: tl.constexpr, PART: tl.constexpr,
             source=1 - rank,
         )
         other = tl.cast(decode(words, own, element), ACC)
-        if OP == "sum" or OP == "avg":
-            # The same bits in either order.
+        if (OP == "sum" or OP == "avg") and ACC == tl.float32 and on_nvidia():
+            # The same bits in either order: of NaNs, too, an addition of float32 makes one and the same there (CUDA C++
+            # Programming Guide, "Floating-Point Standard").
             total = own + other
         else:
             total = accumulate(own, tl.where(rank == 0, own, other), factors, 0, OP=OP)

@@ -24,13 +24,13 @@ from iris.simulator.streams import Enqueued
 
 # Enough for most of the link's bandwidth.
 BESIDE_COMPUTATION = Config(comm_sms=32)
-AS_IT_IS = contextlib.nullcontext()
+NO_CONTEXT = contextlib.nullcontext()
 
 
 class EnqueuedWork(Work, dist.Work):
     """A call that has been enqueued on the current stream, and the tensors that it writes.
 
-    ``followed``: whether only what is behind the call on that stream will wait for it, so that there is nothing to do.
+    ``followed``: whether the caller waits at once, on the same stream, so that no event is needed.
     """
 
     def __init__(self, outputs: Any, device: torch.device, followed: bool = False) -> None:
@@ -238,8 +238,8 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
         def enqueue() -> EnqueuedWork:
             # Parameters require gradients, and are written all the same. To enter these contexts in vain takes the host
             # as long as the call.
-            writes = torch.no_grad() if torch.is_grad_enabled() else AS_IT_IS
-            with writes, AS_IT_IS if stream is None else torch.cuda.stream(stream):
+            writes = torch.no_grad() if torch.is_grad_enabled() else NO_CONTEXT
+            with writes, NO_CONTEXT if stream is None else torch.cuda.stream(stream):
                 outputs = method(self, ccl, *args, **kwargs)
                 if stream is not None:
                     self.keep_for(tensors, stream)

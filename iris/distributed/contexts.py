@@ -23,7 +23,7 @@ from iris.world import choose_device, wire
 from iris.world.placement import find_host, gpus_out_of_reach
 from iris.world.store import await_keys, put, shared_client
 
-SOME_DEVICE = torch.device("cpu" if simulator.ACTIVE else "cuda")
+DEFAULT_DEVICE = torch.device("cpu" if simulator.ACTIVE else "cuda")
 # Seconds that a cache is worth waiting, once, for others to say where they run.
 PATIENCE_S = 5.0
 
@@ -38,7 +38,7 @@ def context_of(group: dist.ProcessGroup, device: torch.device | None = None) -> 
     `FirstUseInCaptureError`.
     """
     if isinstance(group, ProcessGroupBase):
-        return group.context(device or SOME_DEVICE, "an operator")
+        return group.context(device or DEFAULT_DEVICE, "an operator")
     _forget_destroyed_groups()
     if group not in _contexts:
         _contexts[group] = Iris(0, process_group=group)

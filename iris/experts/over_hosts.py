@@ -9,7 +9,7 @@ A rail has the ranks with one local rank, one on each host (`iris.world.rail`). 
 
 So a token crosses the network once for each other host, whatever experts it has there, and then goes once to each of
 their ranks. A token without experts on a host is none of the choices there. Numbers of tokens are not known on the
-host, so a rail always carries M of each rank. Rows are quantized before they travel.
+host, so a rail always carries M of each rank. Rows that are to be quantized are so before they travel.
 
 Sums are formed within a host as on one alone, and rounded; then over hosts in the order of these, in float32, and
 rounded once more. They are the same from run to run.

@@ -37,7 +37,7 @@ AHEAD = tl.constexpr(1)
 
 # Elements in a row that the compiler may give to a thread: 16 bytes of bf16 and fp16. Of an fp8 result it would take 16
 # elements. Then all threads exchanged what they had, and Triton 3.6 waited for it three times, once for each layout.
-# The hint is for `tl.max_contiguous`, which is forgotten of what a function returns.
+# It is for `tl.max_contiguous`: a hint that stands where addresses are used, as what a function returns has none.
 NEIGHBOURS = tl.constexpr(8)
 
 

@@ -24,7 +24,7 @@ class Channel(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix: the address of its first element, and how many elements lie between two rows, and two columns."""
+    """A matrix: the address of its first element, and the elements from one row, or column, to the next."""
 
     ptr: Any
     row_stride: Any

@@ -315,6 +315,15 @@ def special_values(ctx):
                 ctx.ccl.all_reduce(result, given, op=op, config=Config(all_reduce_variant=variant))
                 torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
                 assert result[4].signbit() == expected[4].signbit()
+            if dtype.itemsize < 4:
+                continue
+            # NaNs of which each rank has another become the same bits on all, also where nothing is rounded.
+            bits = {4: torch.int32, 8: torch.int64}[dtype.itemsize]
+            own = (torch.full((6,), nan, dtype=dtype, device=ctx.device).view(bits) + 1 + ctx.cur_rank).view(dtype)
+            ctx.ccl.all_reduce(result, own, config=Config(all_reduce_variant=variant))
+            assert result.isnan().all()
+            for rank in range(ctx.num_ranks):
+                assert_same_bits(ctx.broadcast(result, rank), result)
 
 
 @mainly(2)

@@ -102,9 +102,9 @@ def _variants(target: str) -> Iterator[Case]:
     for name, kernel in regions.REGIONED.items():
         yield Case(f"ccl {name} of several regions", kernel, every.arguments_of(kernel, regions=3))
     for (name, kernel), size in itertools.product(every.PUSHES.items(), (2, 4)):
-        part = every.BLOCK_BYTES // size
+        part = every.largest_part(size)
         large, small = every.pushing(kernel, size, part, False), every.pushing(kernel, size, every.WARP_BYTES, True)
-        yield Case(f"ccl {name} large, {size} ranks", kernel, large, {"num_warps": part // every.WARP_BYTES})
+        yield Case(f"ccl {name} large, {size} ranks", kernel, large, {"num_warps": every.warps_for(part)})
         yield Case(f"ccl {name} small, {size} ranks", kernel, small, {"num_warps": 1})
 
 

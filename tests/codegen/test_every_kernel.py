@@ -29,7 +29,7 @@ from iris.ccl.broadcast import broadcast
 from iris.ccl.exchange import exchange
 from iris.ccl.exchange_v import exchange_v
 from iris.ccl.kernel_launch import ALL_REGISTERS, MOST_REGISTERS, leaving_room
-from iris.ccl.lamport_channel import BLOCK_BYTES, WARP_BYTES
+from iris.ccl.lamport_channel import MOST_WARPS, WARP_BYTES, part_bytes
 from iris.ccl.one_hop import one_hop
 from iris.ccl.one_shot import one_shot
 from iris.ccl.pull import pull
@@ -291,12 +291,21 @@ PUSHES = {
 }
 
 
+def largest_part(size):
+    """Bytes, of a tensor that is far larger than all programs."""
+    return part_bytes(size, steps=1, share=1 << 30, programs=1)
+
+
+def warps_for(part):
+    return min(part // WARP_BYTES, MOST_WARPS)
+
+
 @pytest.mark.parametrize("size", [2, thorough(4)])
 @pytest.mark.parametrize("kernel", by_turns([*PUSHES.values()]))
 def test_pushes_leave_room_for_those_of_another_stream(kernel, size):
     """Of the two programs of each multiprocessor, half of the registers where they are largest."""
-    part = BLOCK_BYTES // size
-    warps = part // WARP_BYTES
+    part = largest_part(size)
+    warps = warps_for(part)
     assert 2 * warps * registers_of_a_warp(kernel, pushing(kernel, size, part, False), warps) <= ALL_REGISTERS // 2
 
 

@@ -97,8 +97,12 @@ def generate(ctx, name, dtype):
         # Graphs replay what the compiler has made.
         assert torch.equal(same.sequences, replayed.sequences)
         assert all(map(torch.equal, same.logits, replayed.logits))
-    # In bf16 a token of many experts may go to another one whose turn it nearly was.
-    if name == "llama" or dtype is torch.float32:
+    if name != "llama" and dtype is BF16:
+        # A token of many experts may go to another one whose turn it nearly was. The first step has the same tokens.
+        for first, other in zip(called, graphs, strict=True):
+            error = torch.linalg.vector_norm((first.logits[0] - other.logits[0]).float())
+            assert error < 0.03 * torch.linalg.vector_norm(first.logits[0].float())
+    else:
         reference = by_one_process(name, dtype, ctx.device).double()
         reference.set_experts_implementation("eager")  # torch's grouped products take no float64
         for generated in called + graphs:

@@ -93,19 +93,32 @@ def by_driver(ctx):
     with short_chunks():
         ctx.ops.all_gather_matmul(outs[0], a[0][rank], b, gathered=kept[0][0], config=CONFIGS["Hopper"])
     (known,) = ctx.ops._known._known.values()
-    again, stream = known.by_stream[None], mock.Mock(cuda_stream=1)
-    copy = mock.Mock(side_effect=lambda to, begin, size, stream: ctypes.memmove(to, begin, size))
-    events = {"_stream": stream, "_begun": mock.Mock(), "_sent": mock.Mock(), "_copy_on_stream": copy}
+    again, current, gpu = known.by_stream[None], mock.Mock(cuda_stream=1), mock.Mock()
+    gpu.senders.cuda_stream = 2
+    gpu.copy.side_effect = lambda to, begin, size, stream: ctypes.memmove(to, begin, size)
+    copy, sender = gpu.copy, again._sender
+    events = {"_stream": gpu.senders, "_begun": gpu.begun, "_sent": gpu.sent, "_copy_on_stream": copy}
     with (
-        mock.patch.multiple(again._sender, **events, create=True),
+        mock.patch.multiple(sender, **events, create=True),
         mock.patch.object(again, "_copy", copy),
-        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+        mock.patch.object(torch.cuda, "current_stream", return_value=current),
     ):
         for call in range(1, ROUNDS - 1):
             again(Call("all_gather_matmul", outs[call], a[call][rank], b, None, None, None, kept[call][0]), 1)
         # The copies are of these rows without the gaps.
         with short_chunks():
             ctx.ops.all_gather_matmul(outs[-1], wide[:, :K], b, gathered=kept[-1][0], config=CONFIGS["Hopper"])
+    # What is copied is there when the sender's stream begins, and the product may wait for that to end. A word says
+    # that the chunk before it has arrived.
+    made = [(name, args) for name, args, _ in gpu.mock_calls[: 4 + 4 * (W - 1) + 1]]
+    sent = [
+        ("copy", (to, mock.ANY, size, 2))
+        for _, place, nbytes, word in sender._moves
+        for to, size in ((place, nbytes), (word, 4))
+    ]
+    waited = [("begun.record", (current,)), ("senders.wait_event", (gpu.begun,))]
+    own = ("copy", (kept[1][0][rank * M].data_ptr(), a[1][rank].data_ptr(), a[1][rank].nbytes, 2))
+    assert made[: len(waited + sent) + 2] == [*waited, *sent, own, ("sent.record", (gpu.senders,))]
     # To each peer two chunks and a word behind each; own rows to where they are kept and, of known calls, the peers'.
     assert copy.call_count == (ROUNDS - 1) * (4 * (W - 1) + 1) + (ROUNDS - 2) * (W - 1)
     for out, given, (gathered, around) in zip(outs, a, kept, strict=True):

@@ -24,7 +24,6 @@ class Rows:
         M, N = shape
         self.number = torch.zeros((), dtype=torch.int64, device=ctx.device)
         self._place = 7 * torch.arange(M, device=ctx.device)[:, None] + torch.arange(N, device=ctx.device)
-        self._seen = self.number.clone()
         self.weight = (1 + torch.arange(N, device=ctx.device) % 3).to(BF16)
 
     def of(self, call, who):

@@ -34,8 +34,10 @@ class Sender:
         # Before the first call: compiling must not keep a peer waiting.
         self._start = prepare(start, (1, 1, 1), *args, num_warps=1)
         self._epoch = buffers.counts[:1]
-        self._jobs = []  # in the simulator
-        self._moves = []  # where a part of A begins, its place and its bytes, and that of the word behind it
+        # Which rows go where, and the word behind them: in the simulator as tensors. For the driver as bytes: where
+        # they begin in A, to which address they go, how many they are, and the word's address.
+        self._jobs: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
+        self._moves: list[tuple[int, int, int, int]] = []
         for distance in range(1, size):
             peer = (rank - distance) % size
             there = buffers.peer(peer).view(size, -1, depth)[rank, :rows]
@@ -45,7 +47,8 @@ class Sender:
             for number, begin in enumerate(range(0, rows, step)):
                 part = slice(begin, begin + step)
                 place, word = there[part], arrived[number : number + 1]
-                self._jobs.append((part, place, word))
+                if self._stream is None:
+                    self._jobs.append((part, place, word))
                 self._moves.append((begin * depth * place.itemsize, place.data_ptr(), place.nbytes, word.data_ptr()))
 
     def send(self, a: torch.Tensor, kept: torch.Tensor | None) -> None:
