@@ -29,7 +29,7 @@ from iris.ccl.broadcast import broadcast
 from iris.ccl.exchange import exchange
 from iris.ccl.exchange_v import exchange_v
 from iris.ccl.kernel_launch import ALL_REGISTERS, MOST_REGISTERS, leaving_room
-from iris.ccl.lamport_channel import MOST_WARPS, WARP_BYTES, part_bytes
+from iris.ccl.lamport_channel import BLOCK_BYTES, MOST_WARPS, WARP_BYTES
 from iris.ccl.one_hop import one_hop
 from iris.ccl.one_shot import one_shot
 from iris.ccl.pull import pull
@@ -292,8 +292,8 @@ PUSHES = {
 
 
 def largest_part(size):
-    """Bytes, of a tensor that is far larger than all programs."""
-    return part_bytes(size, steps=1, share=1 << 30, programs=1)
+    """Bytes at most, as of `part_bytes`, which asks a GPU how many threads a warp has."""
+    return BLOCK_BYTES // size * (2 if size == 2 else 1)
 
 
 def warps_for(part):
