@@ -6,6 +6,7 @@ it behind other uses of the pair: an H200 stored bytes of the pair before. So su
 """
 
 import re
+from collections import Counter
 
 CONVERTED = re.compile(r"\bcvt\.[\w.]*(?:e4m3|e5m2)x2\.[\w.]+\s+(%rs\d+),")
 WIDENED = re.compile(r"\bmov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\};")
@@ -17,8 +18,6 @@ def widened_and_used(ptx: str) -> list[str]:
     converted = set(CONVERTED.findall(ptx))
     if not converted:
         return []
-    named: dict[str, int] = {}
-    for register in REGISTER.findall(ptx):
-        named[register] = named.get(register, 0) + 1
+    named = Counter(REGISTER.findall(ptx))
     # What is named once is not written anywhere. The pair is named where it is written, and where it is widened.
     return [low for low, high in WIDENED.findall(ptx) if low in converted and named[high] == 1 and named[low] > 2]
