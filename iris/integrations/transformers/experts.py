@@ -91,7 +91,8 @@ class IrisEP(EPImplementation):
         else:
             # transformers' experts leave out rows of the expert behind the last one.
             number = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-            expert = torch.searchsorted(ends, number, right=True)
+            # Not in `ends`: of a slice, Inductor searches the whole tensor, before torch 2.13 (pytorch/pytorch#182343).
+            expert = torch.searchsorted(offsets, number, right=True) - 1
             y = self.experts_forward(rows, expert[:, None], torch.ones_like(expert, dtype=x.dtype)[:, None]).to(x.dtype)
         return functional.combine(y, ids, weights, experts)
 
