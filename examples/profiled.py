@@ -30,9 +30,9 @@ CALL = "the call"
 KINDS = {
     "NCCL": r"^nccl",
     "Iris: fused products": r"^((hopper|cdna3)_)?(all_gather_matmul|matmul_|add_parts|handshake|start)",
-    "Iris: sums with residual and norm": r"^(one_shot_|two_shot_)?rms_norm$",
+    "Iris: sums with residual and norm": r"^(one_shot_|two_shot_|sharded_)?rms_norm$",
     "Iris: dispatch and combine of experts": r"^(dispatch|combine|zero_padding|finish)",
-    "Iris: collectives": r"^(exchange|gather|scatter|broadcast|one_shot|two_shot|one_hop|ring|sum_over_hosts|_barrier)",
+    "Iris: collectives": r"^(exchange|broadcast|one_(shot|hop)|two_shot|pull|ring|atomic|sum_over_hosts|_barrier)",
     "products of experts": r"grouped|GroupProblemShape|activation_gradient",
     "attention": r"flash|fmha|attention|sdpa|softmax_warp",
     "products": r"nvjet|gemm|cutlass|xmma|cublas|splitK",

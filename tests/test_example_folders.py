@@ -5,7 +5,9 @@ import importlib
 import json
 import os
 import random
+import re
 import subprocess
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,7 +17,7 @@ from covering import EVERYTHING, SAMPLED, thorough
 from example_folders import EXAMPLES, OF_TRANSFORMERS, imported, skip_without_packages
 from hesitation import hesitant
 from preloaded import LIMIT_S, python
-from profiled import CALL, OTHERS, Call, draw, show
+from profiled import CALL, OTHERS, Call, Kernel, draw, show
 from workload import SIMULATED, Workload, check, size_of_sums
 
 # m, n and k, which are no whole number of tiles.
@@ -125,6 +127,15 @@ def test_where_the_time_of_a_call_goes(tmp_path, capsys):
     assert capsys.readouterr().out.count("3.00 in 1") == 2
     draw([file, file], tmp_path / "steps.svg", 3000)
     assert "Iris: fused products" in (tmp_path / "steps.svg").read_text()
+
+
+def test_every_kernel_has_a_kind():
+    """Those that the digests have of what a model calls."""
+    digests = Path(__file__).parent / "codegen" / "digests"
+    names = {name.split()[0] for file in digests.iterdir() for name in json.loads(file.read_text())}
+    kernels = [name.partition(":")[2] for name in names if re.match("iris/(ccl|ops|experts)/", name)]
+    assert {"one_shot", "pull", "sharded_rms_norm", "dispatch"} <= set(kernels)
+    assert not [name for name in kernels if not Kernel(name, 0, 0).kind.startswith("Iris")]
 
 
 TRAINING = "19_fsdp_tensor_parallel_training"
