@@ -11,6 +11,11 @@ tensor, or load from it, only within a call that this rank has enqueued, between
 streams get the memory when nothing else is left, and then wait for its stream. Work on a further stream holds memory
 back only if `record_stream` is told, and otherwise has to be over, or waited for, when the tensor dies.
 
+*A program that repeats itself soon has enough.* Where no memory of a size is left, all streams give back what they do
+not use, and whoever uses any of that next waits for all of them: FSDP2 would gather no layer's parameters while it
+computes with those before. So there is to be room for the most tensors of each size on each stream, up to twice what
+all tensors together have had at once (`Pool.lacking`).
+
 *Memory that is used in the capture of a CUDA graph and dies there is never given out again*: a graph may be replayed at
 any time.
 """
@@ -25,6 +30,7 @@ from typing import Any
 import torch
 
 from iris import observer
+from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
 from iris.cuda_graphs.capture import relaxed
 from iris.heap.allocator import Allocator, round_up
 from iris.heap.history import tensor_text
@@ -36,8 +42,8 @@ from iris.heap.mapping import Mapping
 class _Block:
     """Bytes that one tensor has, or had; ``region`` is None where they are torch's.
 
-    ``count``, ``dtype``: of that tensor. ``others``: the further streams on which it is used. ``behind``: events of
-    theirs, when it has died.
+    ``stream``: its handle. ``count``, ``dtype``: of that tensor. ``others``: the further streams on which it is used.
+    ``behind``: events of theirs, when it has died.
     """
 
     region: "_Region | None"
@@ -104,15 +110,19 @@ class Pool:
         self._count = 0
         self._blocks: dict[int, _Block] = {}
         self._deaths: deque[tuple[int, bool]] = deque()
-        self._capturing = torch.cuda.is_current_stream_capturing if device.type == "cuda" else bool
+        self._capturing = is_current_stream_capturing if device.type == "cuda" else bool
+        # By their handles, which are looked up at once. To make a Stream object, or to compare two, takes longer than
+        # all else that a request does.
+        self._streams: dict[Any, Any] = {}
         # Those that have died, by the stream that may have them next, and their room.
         self._idle: dict[tuple[Any, int], list[_Block]] = defaultdict(list)
         # What streams wait for before they use memory that others gave up.
         self._behind: list[Any] = []
-        # By stream: bytes in use, and the most there have been.
-        self._used: Counter[Any] = Counter()
-        self._most: Counter[Any] = Counter()
-        # The largest request that found no room, and did since the last region was added.
+        # By stream and room: bytes in use, and the most there have been. Then both of all together.
+        self._used: Counter[tuple[Any, int]] = Counter()
+        self._most: Counter[tuple[Any, int]] = Counter()
+        self._at_once = self._most_at_once = 0
+        # The largest request that found no room since the last region was added, or only what streams gave back for it.
         self._refused = 0
 
     def add(self, mapping: Mapping) -> None:
@@ -123,12 +133,15 @@ class Pool:
             self._refused = 0
 
     def lacking(self, count: int, dtype: torch.dtype) -> int:
-        """How many bytes more, in one piece, would have held all tensors so far, and the next one of ``count``."""
+        """How many bytes more, in one piece, it takes for calls like those so far, and the next one of ``count``."""
         with self._lock:
             self._bury()
-            room, stream = _room(count * dtype.itemsize), self._current()
-            most = self._most.total() + max(0, self._used[stream] + room - self._most[stream])
-            # Where there is enough for all and no room for one, memory lies in pieces that are too small.
+            room = _room(count * dtype.itemsize)
+            key = self._current(), room
+            most = self._most.total() + max(0, self._used[key] + room - self._most[key])
+            # Sizes that never come again would go on for ever.
+            most = min(most, 2 * max(self._most_at_once, self._at_once + room))
+            # Where there is enough for all and none for one, memory lies in pieces that are too small.
             return max(most - self.size, self._refused, 0)
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -144,8 +157,11 @@ class Pool:
             self._count += 1
             number = self._count
             self._blocks[number] = block
-            self._used[stream] += room
-            self._most[stream] = max(self._most[stream], self._used[stream])
+            key = stream, room
+            self._used[key] += room
+            self._most[key] = max(self._most[key], self._used[key])
+            self._at_once += room
+            self._most_at_once = max(self._most_at_once, self._at_once)
             region = block.region
             if region is None:
                 self._refused = max(self._refused, room)
@@ -191,19 +207,25 @@ class Pool:
             return
         with self._lock:
             block = self._blocks[life.number]
-            if block.region is not None and stream not in (block.stream, *block.others):
+            if block.region is not None and stream.cuda_stream != block.stream and stream not in block.others:
                 block.others.append(stream)
 
     def _current(self) -> Any:
-        """The current stream; None on the CPU."""
-        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        """The handle of the current stream; None on the CPU."""
+        if self._device.type != "cuda":
+            return None
+        handle = current_raw_stream(self._device.index)
+        if handle not in self._streams:
+            self._streams[handle] = torch.cuda.current_stream(self._device)
+        return handle
 
     def _bury(self) -> None:
         """Take back what has died."""
         while self._deaths:
             number, captured = self._deaths.popleft()
             block = self._blocks.pop(number)
-            self._used[block.stream] -= block.room
+            self._used[block.stream, block.room] -= block.room
+            self._at_once -= block.room
             if block.region is not None and not captured:
                 block.behind = [stream.record_event() for stream in block.others]
                 block.others = []
@@ -213,12 +235,13 @@ class Pool:
         idle = self._idle.get((stream, room))
         if idle:
             block = idle.pop()
-            for event in block.behind:
-                stream.wait_event(event)
+            self._wait(stream, block.behind)
             block.behind = []
             return block
         found = self._cut(room, stream)
         if found is None and any(self._idle.values()):
+            if self.size < 2 * self._most_at_once:
+                self._refused = max(self._refused, room)
             self._gather()
             found = self._cut(room, stream)
         return found
@@ -232,17 +255,20 @@ class Pool:
                 asks = self._behind and self._device.type == "cuda"
                 with relaxed() if asks else nullcontext():
                     self._behind = [event for event in self._behind if not event.query()]
-                for event in self._behind:
-                    stream.wait_event(event)
+                self._wait(stream, self._behind)
                 return _Block(region, offset, room, stream)
         return None
+
+    def _wait(self, stream: Any, events: list[Any]) -> None:
+        for event in events:
+            self._streams[stream].wait_event(event)
 
     def _gather(self) -> None:
         """Take from all streams what has died, so that neighbours join."""
         blocks = [block for idle in self._idle.values() for block in idle]
         self._idle.clear()
         for stream in {block.stream for block in blocks} - {None}:
-            self._behind.append(stream.record_event())
+            self._behind.append(self._streams[stream].record_event())
         for block in blocks:
             assert block.region is not None
             self._behind += block.behind

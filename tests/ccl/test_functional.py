@@ -8,6 +8,7 @@ from torch._dynamo.exc import Unsupported
 import iris
 from ccl.calls import EVERYTHING
 from iris.ccl import functional
+from iris.distributed.contexts import context_of
 from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError
 
 
@@ -165,3 +166,25 @@ def into_parameters(ctx):
 @pytest.mark.ranks(2, exactly=True)
 def test_parameters_are_written_as_other_tensors_are(ranks):
     ranks.run(into_parameters)
+
+
+def behind_a_destroyed_group(ctx):
+    """The context of a group is closed when an operator of another group runs behind the group's end."""
+    first, second = (dist.new_group(backend="gloo") for _ in range(2))
+    for number, group in enumerate((first, second, first, second)):
+        x = torch.full((3,), ctx.cur_rank + number, dtype=torch.float32, device=ctx.device)
+        total = functional.all_reduce(x, functional.name_of_process_group(group.group_name))
+        assert total.tolist() == [sum(rank + number for rank in range(ctx.num_ranks))] * 3
+    old, kept = context_of(first), context_of(second)
+    dist.destroy_process_group(first)
+    third = dist.new_group(backend="gloo")
+    assert not old.heap.closed
+    assert torch.equal(functional.all_reduce(x, functional.name_of_process_group(third.group_name)), total)
+    assert old.heap.closed and context_of(second) is kept
+    for group in (second, third):
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2, exactly=True)
+def test_a_destroyed_group_gives_back_its_context(ranks):
+    ranks.run(behind_a_destroyed_group)

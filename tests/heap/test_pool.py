@@ -15,6 +15,7 @@ class Stream:
 
     def __init__(self, name):
         self.name, self.waits = name, []
+        self.cuda_stream = name
 
     def record_event(self):
         return Event(self.name)
@@ -36,7 +37,8 @@ def pool(monkeypatch):
     """On stream `pool.stream`."""
     pool = Pool(torch.device("cpu"))
     pool.stream, pool.other = Stream("first"), Stream("other")
-    monkeypatch.setattr(pool, "_current", lambda: pool.stream)
+    pool._streams = {stream.cuda_stream: stream for stream in (pool.stream, pool.other)}
+    monkeypatch.setattr(pool, "_current", lambda: pool.stream.cuda_stream)
     pool.add(create(Group(None), ROOM, torch.device("cpu")))
     return pool
 
@@ -90,7 +92,7 @@ def test_without_room_memory_is_torchs_and_is_lacking(pool):
     assert pool.lacking(1, torch.uint8) == ROOM // 2 + KIB
     del most[0]
     # What is lacking is what was in use together, and not what is in use now.
-    assert pool.lacking(1, torch.uint8) == ROOM // 2
+    assert pool.lacking(ROOM // 2, torch.uint8) == ROOM // 2
     pool.add(create(Group(None), ROOM, torch.device("cpu")))
     assert pool.size == 2 * ROOM and pool.lacking(1, torch.uint8) == 0
     # Enough in all, and no room in one piece.
@@ -98,6 +100,35 @@ def test_without_room_memory_is_torchs_and_is_lacking(pool):
     wider = bytes_of(pool, ROOM - KIB)
     assert pool.lacking(1, torch.uint8) >= ROOM - KIB
     assert wide.numel() + wider.numel() == 2 * ROOM - KIB
+
+
+def test_a_program_that_repeats_itself_waits_for_no_stream(pool):
+    streams = pool.stream, pool.other
+
+    def step():
+        """On each stream sizes one behind the other, of which each could have the memory of the one before."""
+        held = []
+        for pool.stream in streams:
+            for size in (ROOM // 2, ROOM // 4):
+                tensor = bytes_of(pool, size)
+                del tensor
+            held += [bytes_of(pool, ROOM // 4) for _ in range(2)]
+
+    step()
+    step()
+    assert streams[0].waits and streams[1].waits
+    pool.add(create(Group(None), pool.lacking(ROOM // 4, torch.uint8), torch.device("cpu")))
+    step()
+    for stream in streams:
+        stream.waits.clear()
+    step()
+    assert pool.size == 2 * ROOM and not streams[0].waits and not streams[1].waits
+
+
+def test_sizes_that_never_come_again_take_twice_their_room_at_most(pool):
+    for size in range(KIB, ROOM, KIB):
+        bytes_of(pool, size)
+    assert pool.lacking(ROOM, torch.uint8) == ROOM
 
 
 def test_memory_of_graphs_stays_with_them(pool, monkeypatch):
