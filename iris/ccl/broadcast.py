@@ -191,7 +191,7 @@ def broadcast(
         place = own_words + INPUTS
         here = advertise_input(ctx, queues, place, input, length=length, calls=calls, others=others, W=W)
         places = resolve_inputs(ctx, queues, place, calls, others=others, W=W)
-        # The peers' words are read without an order; what comes after them is read below.
+        # The peers' words are read without an order; what they point to is read below.
         ctx.fence()
         if here & (tl.max(tl.cast(others & (places == 0), tl.int32), axis=0) == 0):
             if rank != root:
