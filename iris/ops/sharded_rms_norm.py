@@ -161,7 +161,7 @@ def sharded_rms_norm(
                 push(ctx, theirs, i, y, count=count, bases=bases, distance=distance, W=W)
             # By way of the words that travel, so all ranks store the same bits. And what is converted to fp8, two
             # numbers in a register, has one use: beside the words, ptxas 12.8 (Triton 3.6) moved a store of single
-            # bytes before the conversion (`tests/codegen/converted_pairs.py`).
+            # bytes ahead of the conversion (`tests/codegen/converted_pairs.py`).
             tl.store(out + at, decode(encode(y), i, narrow), mask=inside)
             if BY_ROW:
                 words = channel.factors + row * W
