@@ -54,7 +54,7 @@ class Ranks:
         parts = slot_parts(self.extents, BF16)
         nbytes = parts[-1].begin + parts[-1].nbytes
         self.memory = [ctx.zeros(nbytes, dtype=torch.uint8) for _ in range(size)]
-        # All of it lies in one heap, so each rank's begins as far behind that as its memory behind the first rank's.
+        # All of it lies in one heap, so each rank's begins as far after that as its memory after the first rank's.
         heap = int(ctx.get_heap_bases()[0])
         bases = [heap + each.data_ptr() - self.memory[0].data_ptr() for each in self.memory]
         self.form = {"routing": ROUTING, "bfloat16": Form()}.get(kind)

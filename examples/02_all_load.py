@@ -1,7 +1,7 @@
 """Loads by all: every rank reads the memory of every other, all at once.
 
 Over the link: ``size`` bytes from each peer to each rank, in ``num_ranks - 1`` steps. In step s a rank reads from the
-rank s places behind it, so no rank is read by two at a time as long as all keep pace.
+rank s places before it, so no rank is read by two at a time as long as all keep pace.
 """
 
 import triton

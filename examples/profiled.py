@@ -72,7 +72,7 @@ class Call(NamedTuple):
         kernels = [Kernel(each["name"], each["ts"], each["ts"] + each["dur"]) for each in on_gpu]
         call = next(each for each in events if each["name"] == CALL and each.get("cat") == "user_annotation")
         began = call["ts"]
-        # In front of it ranks have met.
+        # Before it ranks have met.
         return cls([each for each in kernels if each.began >= began], began, began + call["dur"])
 
     def rows(self) -> dict[str, str]:

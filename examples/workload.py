@@ -111,7 +111,7 @@ def trace(ctx: iris.Iris, workload: Workload, call: Callable[[], object]) -> Non
             ctx.device_barrier()
             call()
         again = graph.replay
-    # Behind another one, in which the ranks have met.
+    # After another one, in which the ranks have met.
     again()
     ctx.tracing.reset()
     again()

@@ -16,7 +16,7 @@ READ, WRITE, UPDATE = 1, 2, 3
 """What an operation does to memory; an update is both."""
 
 GAP = 4096
-"""Bytes behind each allocation that belong to nobody, while somebody watches."""
+"""Bytes after each allocation that belong to nobody, while somebody watches."""
 
 
 class Observer(Protocol):
@@ -100,7 +100,7 @@ def joined(group: Any) -> None:
 
 
 def with_gaps(size: int) -> int:
-    """The size of a heap in which tensors of ``size`` bytes in all have room for a gap behind each."""
+    """The size of a heap in which tensors of ``size`` bytes in all have room for a gap after each."""
     return 2 * size + (1 << 20)
 
 
@@ -120,7 +120,7 @@ def mistake(kind: str, error: Error) -> Error:
 def from_here(operation: Callable[[], None], mbarrier: int | None = None) -> Callable[[], None]:
     """``operation``, which will be carried out later, noted as the doing of the line that is being done now.
 
-    It comes behind what has been done here by now, and in no order with what is done next. Who carries it out has
+    It comes after what has been done here by now, and in no order with what is done next. Who carries it out has
     waited for it; or, if it signals its end by the ``mbarrier`` at that address, who waits for that.
     """
     return operation if recorder is None else recorder.from_here(operation, mbarrier)

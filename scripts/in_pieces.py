@@ -28,7 +28,7 @@ def collect(arguments: list[str]) -> list[str]:
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if found.returncode not in (ALL_PASSED, NONE_FOUND):
         sys.exit(found.stdout + "The tests cannot be collected, see above.")
-    # Behind an empty line follow warnings, which may name tests too.
+    # After an empty line follow warnings, which may name tests too.
     return [line for line in itertools.takewhile(bool, found.stdout.splitlines()) if "::" in line]
 
 

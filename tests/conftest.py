@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("ranks", counts, indirect=True, ids=lambda count: f"{count}ranks")
 
 
-@pytest.hookimpl(trylast=True)  # behind -k, so that what it asks for is not left out
+@pytest.hookimpl(trylast=True)  # after -k, so that what it asks for is not left out
 def pytest_collection_modifyitems(config, items):
     """Of a test with several parameters every value, but every combination only with IRIS_TEST_ALL=1, and on GPUs.
 
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config, items):
     def count(item):
         value = item.callspec.params.get("ranks", 0) if hasattr(item, "callspec") else 0
         if isinstance(value, Hosts):
-            return (1, value)  # behind those of one host
+            return (1, value)  # after those of one host
         return (0, value if isinstance(value, int) else 0)
 
     items.sort(key=count)

@@ -37,7 +37,7 @@ HEAP_SIZE = 1 << 26
 
 
 class Hosts(NamedTuple):
-    """Ranks on several hosts, by ``IRIS_HOST``: one host behind the other, or ``dealt`` out."""
+    """Ranks on several hosts, by ``IRIS_HOST``: one host after the other, or ``dealt`` out."""
 
     hosts: int
     ranks_each: int

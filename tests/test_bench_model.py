@@ -117,7 +117,7 @@ def test_a_wrong_result_and_a_failure_are_told(ranks):
 
 @torch.no_grad()
 def test_a_step_continues_prompts_of_different_lengths():
-    """One process: a token behind a prompt has the logits that it has as the prompt's last."""
+    """One process: a token after a prompt has the logits that it has as the prompt's last."""
     maker = Maker(TINY, Share(), torch.float32, torch.float32, torch.device("cpu"))
     decoder, length = maker.decoder(), 7
     rotation, tokens = rotations(TINY, length, torch.float32, maker.device), torch.randint(96, (3, length))

@@ -1,6 +1,6 @@
 """torch.compile(mode="reduce-overhead"): graphs in one pool of memory, in which nothing may be left that is no result.
 
-Each operator is used for the first time in what is about to be captured, and again behind a graph break.
+Each operator is used for the first time in what is about to be captured, and again after a graph break.
 """
 
 import contextlib

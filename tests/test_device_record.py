@@ -34,7 +34,7 @@ def test_a_kernel_that_reaches_a_peer_by_a_foreign_pointer_is_reported():
 
 @triton.jit
 def claim_kernel(record, ends, KIND_OF_RECORD: tl.constexpr):
-    """Whether a wait whose limit is not over ends behind a record of this kind, and behind that of a wait as well."""
+    """Whether a wait whose limit is not over ends after a record of this kind, and after that of a wait as well."""
     write_record(record, record, 0, 0, kind_code(KIND_OF_RECORD), 0, 0)
     tl.store(ends, expired(record, nanoseconds(record) + (1 << 50)).to(tl.int32))
     write_record(record, record, 0, 0, kind_code("queue"), 0, 0)

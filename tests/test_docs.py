@@ -90,7 +90,7 @@ def commands_of(page):
 
 
 def expected_after(block):
-    """What the ``text`` block right behind ``block`` says, or None."""
+    """What the ``text`` block right after ``block`` says, or None."""
     following = [other for other in blocks_of(block.page) if other.line > block.line][:1]
     return following[0].text if following and following[0].language == "text" else None
 

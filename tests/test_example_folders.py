@@ -99,7 +99,7 @@ def test_a_training_step_of_a_mixture_is_recorded(ranks, communication, by, tmp_
 
 
 def test_where_the_time_of_a_call_goes(tmp_path, capsys):
-    """Kernels at once and one after the other, and one in front of the call."""
+    """Kernels at once and one after the other, and one before the call."""
     events = [
         {"name": CALL, "cat": "user_annotation", "ts": 1000, "dur": 500},
         {"name": CALL, "cat": "gpu_user_annotation", "ts": 2000, "dur": 9000},

@@ -80,7 +80,7 @@ def test_a_flag_is_named(ctx):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_all_programs_of_a_barrier_are_looked_at(ctx, dtype):
-    # Behind others in one tensor.
+    # After others in one tensor.
     flags = torch.tensor([[0, 0], [1, 1], [1, 1], [1, 0]], dtype=dtype)
     tensor = ctx.zeros(4, 2, dtype=dtype).copy_(flags)
     words = dict(PROGRAM=2, PROGRAMS=3, WANTED=1, SEEN=0b01, FIRST=0, RANKS=2)

@@ -40,7 +40,7 @@ def test_an_all_gather_by_hand():
     row = collective("all_gather", 8_000_000, TWO, ROUND)
     assert (row.rail, row.in_host, row.product) == (exactly(100), exactly(60), 0)
     assert row.bound == exactly(100)
-    # The own part takes 30 beside the rail; the other one comes behind it, and so it does where all else overlaps.
+    # The own part takes 30 beside the rail; the other one comes after it, and so it does where all else overlaps.
     assert row.in_steps == row.overlapped == exactly(130)
     # 7 MB of 8 through each GPU, at 4 x 10 GB/s.
     assert row.nccl_bound == exactly(175) and row.nccl == exactly(175 * 400 / 330)
@@ -80,7 +80,7 @@ def test_a_fused_operation_by_hand():
     product = 2 * 1600 * 1600 * 5000 / 16 / 500e6
     assert (row.rail, row.in_host, row.product) == (exactly(300), exactly(120), exactly(product)) and product == 3.2
     # Beside the product stores take 150, and it is done meanwhile.
-    # By hosts: three transfers of 100 each, of which two have to start behind others, and the last part behind them.
+    # By hosts: three transfers of 100 each, of which two have to start after others, and the last part after them.
     assert row.overlapped == exactly(300 + 150 / 4) and row.in_steps == exactly(row.overlapped + 2 * NEXT_TRANSFER_US)
     assert row.nccl_bound == exactly(375 + product)
 
@@ -101,7 +101,7 @@ def test_a_product_runs_beside_rails_where_it_loses_less_than_they_take(network,
 def test_a_product_is_slowed_while_stores_last():
     assert beside_stores_us(100, 30, 0.5) == 100
     assert beside_stores_us(100, 80, 0.5) == 130  # 50 of it are done in 100
-    # On 96 of 132 multiprocessors the latter takes 110, of which 60 come behind the stores; the former is done by then.
+    # On 96 of 132 multiprocessors the latter takes 110, of which 60 come after the stores; the former is done by then.
     assert Loop(200, 160, 0.5, 0).lost_us(2) == exactly(30) and Loop(200, 60, 0.5, 0).lost_us(2) == 0
 
 

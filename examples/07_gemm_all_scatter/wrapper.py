@@ -20,11 +20,11 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     check_symmetric(ctx, c=c)
     mine = c[:, ctx.get_rank() * N :][:, :N]
     programs = 4 if iris.simulator.ACTIVE else ctx.get_cu_count()
-    # In front of the stores: all ranks are past what they did with the last call's result.
+    # Before the stores: all ranks are past what they did with the last call's result.
     ctx.device_barrier()
     gemm_all_scatter[(programs,)](
         ctx.get_device_context(), a, b, mine, M, N, K, *a.stride(), *b.stride(), *c.stride(), W,
         BLOCK_M, BLOCK_N, BYTES_K // a.itemsize, num_warps=8,
     )  # fmt: skip
-    # Behind them: what the peers have stored here is visible to what comes next on this stream.
+    # After them: what the peers have stored here is visible to what comes next on this stream.
     ctx.device_barrier()

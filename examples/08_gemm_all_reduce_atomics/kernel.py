@@ -12,7 +12,7 @@ Memory, and what orders it:
 * ``sums``, ``[2, M, N]``: call e adds to ``sums[e % 2]``, and clears the other, each rank its own. What it clears was
   read in call e - 1, which is over. Nobody adds there before call e + 1, and that begins with a barrier of all ranks,
   which this one enters when call e is over: so no addition can be lost.
-* ``arrived[tile]``: every rank adds 1 to every rank's count behind its additions to the tile. The program that rounds
+* ``arrived[tile]``: every rank adds 1 to every rank's count after its additions to the tile. The program that rounds
   the tile waits for W in every call, all calls together. Counts only rise, so nothing is reset.
 * ``epochs[program]``: calls so far. Each program keeps it for itself, in memory, which is right in a CUDA graph too.
 """
@@ -22,7 +22,7 @@ import triton.language as tl
 
 import iris
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
+from iris.language.ordering import store_after_sync  # a store, after every warp's load of the same word
 from iris.ops.gemm import product, swizzle_tile
 from iris.ops.kernel_arguments import Matrix, Tiling
 

@@ -35,7 +35,7 @@ def matmul_all_reduce(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torch
     check_tensors(ctx.device, a=(a, a.dtype, M, K), b=(b, a.dtype, K, N), c=(c, c.dtype, M, N))
     if workspace.sums.shape[1:] != (M, N):
         raise ValueError(f"The workspace is for results of {list(workspace.sums.shape[1:])}, and this is of {[M, N]}.")
-    # In front of the additions: all ranks are past the last call, which cleared the sums that this one adds to.
+    # Before the additions: all ranks are past the last call, which cleared the sums that this one adds to.
     ctx.device_barrier()
     # A tile's depth is the same number of bytes in every dtype.
     gemm_all_reduce[(workspace.programs,)](

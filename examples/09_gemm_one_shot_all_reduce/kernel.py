@@ -5,11 +5,11 @@ have, it loads the W parts of the tile, adds them up in the order of ranks in fl
 bits on every rank. `iris.x.all_reduce_one_shot` does all of that; it keeps the flags, one a tile. While a program waits
 or loads, others multiply.
 
-Over the link, each rank: M N elements in from every peer, in one step behind a signal a tile. The parts travel in the
+Over the link, each rank: M N elements in from every peer, in one step after a signal a tile. The parts travel in the
 type of the result.
 
 What orders a call and the next one is in the flags too: a rank writes its part of a tile when all have read that of
-the last call. So there is no barrier, neither in front nor behind. The flags only rise and are never reset.
+the last call. So there is no barrier, neither before nor after. The flags only rise and are never reset.
 """
 
 import triton
@@ -32,7 +32,7 @@ def gemm_all_reduce(
     parts = iris.x.make_tensor_view(part, M, N, stride_m=N, stride_n=1)
     result = iris.x.make_tensor_view(c, M, N, stride_m=stride_cm, stride_n=stride_cn)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    # The same order on every rank: nobody waits for a tile that its peer computes behind one that waits for it.
+    # The same order on every rank: nobody waits for a tile that its peer computes after one that waits for it.
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         pid_m, pid_n = swizzle_tile(tile, tiles_m, tiles_n, GROUP_M)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -10,11 +10,11 @@ every program that sends.
 
 Memory, and what orders it. Every flag is the number of a call, so it only rises, and is right in a CUDA graph too:
 
-* ``finished[tile]``: set by the program of the GEMM that multiplied the tile, behind its stores of it, with release;
+* ``finished[tile]``: set by the program of the GEMM that multiplied the tile, after its stores of it, with release;
   awaited by the program on the same rank that sends it, with acquire. In the next call it is set to the next number.
   Both kernels of a call are over before the next call's begin, so nobody who waits for an old number is left.
-* ``meetings``: the barriers of the programs that send, of which number p meets number p of every other rank. Behind the
-  first one all ranks have reached this call, and are past what they did with the last one's result. Behind the second
+* ``meetings``: the barriers of the programs that send, of which number p meets number p of every other rank. After the
+  first one all ranks have reached this call, and are past what they did with the last one's result. After the second
   one number p of every peer has stored its tiles here, and so all tiles are here when the kernel has ended.
 * ``epochs[program]``: the number of the last call, for each kernel. Each program keeps it for itself.
 """
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
+from iris.language.ordering import store_after_sync  # a store, after every warp's load of the same word
 from iris.ops.gemm import product, swizzle_tile
 from iris.ops.kernel_arguments import Matrix, Tiling
 

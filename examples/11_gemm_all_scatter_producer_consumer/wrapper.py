@@ -55,11 +55,11 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
     if (M, N) not in made:
         made[M, N] = Workspace(ctx, tiles)
     counts = made[M, N]
-    # The fork comes before the GEMM, or the other kernel would begin behind it.
+    # The fork comes before the GEMM, or the other kernel would begin after it.
     if counts.side is not None:
         counts.side.wait_stream(torch.cuda.current_stream())
     # The producer first, which waits for nobody. On a GPU, loading a kernel may have to wait for those that run, and so
-    # must not come behind one that waits. In the simulator, which has no streams, one launch is over before the next.
+    # must not come after one that waits. In the simulator, which has no streams, one launch is over before the next.
     gemm[(counts.producers,)](
         ctx.get_device_context(), counts.finished, counts.produced, a, b, mine, M, N, K,
         *a.stride(), *b.stride(), *c.stride(), W, BLOCK_M, BLOCK_N, BYTES_K // a.itemsize, num_warps=8,
@@ -69,6 +69,6 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
             ctx.get_device_context(), counts.finished, counts.meetings, counts.consumed, mine, M, N, *c.stride(),
             W, BLOCK_M, BLOCK_N, num_warps=8,
         )  # fmt: skip
-    # The join: what comes next on the caller's stream comes behind both.
+    # The join: what comes next on the caller's stream comes after both.
     if counts.side is not None:
         torch.cuda.current_stream().wait_stream(counts.side)

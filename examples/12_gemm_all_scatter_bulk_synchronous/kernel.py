@@ -1,7 +1,7 @@
 """Bulk-synchronous: two kernels, and the second begins when the first has ended.
 
 The first is a GEMM and knows nothing of other ranks. The second sends the whole product to all peers and computes
-nothing. What the link does is not hidden at all: the time is the sum of both. It is what a library call behind another
+nothing. What the link does is not hidden at all: the time is the sum of both. It is what a library call after another
 does, and what the patterns of the other examples are measured against.
 
 Over the link, each rank: its ``[M, N / W]`` columns of the product to every peer, in one step.

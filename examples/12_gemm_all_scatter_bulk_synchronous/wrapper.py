@@ -24,8 +24,8 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
         ctx.get_device_context(), a, b, mine, M, N, K, *a.stride(), *b.stride(), *c.stride(),
         BLOCK_M, BLOCK_N, BYTES_K // a.itemsize, num_warps=8,
     )  # fmt: skip
-    # In front of the stores: all ranks are past what they did with the last call's result.
+    # Before the stores: all ranks are past what they did with the last call's result.
     ctx.device_barrier()
     all_scatter[(programs,)](ctx.get_device_context(), mine, M, N, *c.stride(), W, BLOCK_M, BLOCK_N, num_warps=8)
-    # Behind them: what the peers have stored here is visible to what comes next on this stream.
+    # After them: what the peers have stored here is visible to what comes next on this stream.
     ctx.device_barrier()

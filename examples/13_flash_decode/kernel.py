@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
+from iris.language.ordering import store_after_sync  # a store, after every warp's load of the same word
 
 # A partial result is a row: the mean, then the log-sum-exp (LSE), to the base of 2. So many words more than the mean
 # has keep rows aligned.
@@ -135,7 +135,7 @@ def flash_decode(
     ``arrived``: ``[2, pairs]``, how many ranks have sent the pair. Calls alternate between the halves of ``gathered``
     and ``arrived``. A half may be written again without asking: a rank sends in call e + 2 when it has heard from every
     other in call e + 1, and who has sent in e + 1 has ended call e, and read all that came in it. For the same reason
-    a count is right although ranks may be a call apart: what e + 2 adds to it comes behind all that e does.
+    a count is right although ranks may be a call apart: what e + 2 adds to it comes after all that e does.
     """
     ctx = DeviceContext.initialize(context_tensor, num_ranks=W)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -177,7 +177,7 @@ def flash_decode(
                 sent = ctx.tracing.record_event_start(TraceEvent.put, peer, mine + words, pair, mask=words < ROW)
                 _store_rows(ctx.translate(mine, peer), results, lse, GROUP=GROUP, DIM=DIM)
                 ctx.tracing.record_event_end(sent)
-            # Behind these stores one is added on every rank, this one too. In one operation: a release waits until all
+            # After these stores one is added on every rank, this one too. In one operation: a release waits until all
             # before it has been performed, so that of several, one for each peer, each would wait for the last one.
             ranks = tl.arange(0, triton.next_power_of_2(W))
             ctx.atomic_add(arrived + pair + 0 * ranks, 1, tl.where(ranks < W, ranks, 0), mask=ranks < W)

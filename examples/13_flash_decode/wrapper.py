@@ -21,7 +21,7 @@ MOST_CHUNKS = 32
 class FlashDecode:
     """Attention of one token a sequence over keys and values of which every rank holds a share. Made collectively.
 
-    Its calls are for one stream, one behind the other. ``fused=False``: the kernels that a collective stands between.
+    Its calls are for one stream, one after the other. ``fused=False``: the kernels that a collective stands between.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FlashDecode:
         # The more bytes are on their way, the better the memory is used. NVIDIA's multiprocessors have shared memory
         # for two steps of 32 KiB of keys and as many of values, AMD's for one of 16; and for 32 of weights, 256 bytes a
         # head of 128. Of the widest heads a product's 16 positions are 32 KiB: those AMD's do not fetch ahead, and take
-        # keys and values one behind the other.
+        # keys and values one after the other.
         step = 16384 if torch.version.hip else 32768
         self.block = 16 if iris.simulator.ACTIVE else max(16, min(256 // dtype.itemsize, step // head))
         stages = 3 if not torch.version.hip else 2 if self.block * head <= step else 1

@@ -5,13 +5,13 @@ between, nobody waits, and no memory is needed. But every tile fetches its rows 
 elements in from every peer for each column of tiles, so ``cdiv(N, BLOCK_N)`` times as many as by push, in one step.
 
 Push: the first programs of each rank send its rows to all peers, a slab of BLOCK_M rows after the other, and signal
-each slab behind its last element. The others multiply the slabs that are there: this rank's own ones, which need no
+each slab after its last element. The others multiply the slabs that are there: this rank's own ones, which need no
 link, and then those of the peers, in the order in which they come. Over the link, each rank: m K elements to every
 peer, in one step.
 
 The counts of push:
 
-* ``arrived[r, slab]`` on every rank: each program of rank r that sends adds 1 behind its part of the slab. Who
+* ``arrived[r, slab]`` on every rank: each program of rank r that sends adds 1 after its part of the slab. Who
   multiplies the slab waits until all have, in this call and in those before. Counts only rise, so nothing is reset.
 * ``epochs[program]``: calls so far. Each program keeps it for itself, in memory, which is right in a CUDA graph too.
 
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
+from iris.language.ordering import store_after_sync  # a store, after every warp's load of the same word
 from iris.ops.gemm import product
 from iris.ops.kernel_arguments import Matrix, Tiling
 

@@ -25,14 +25,14 @@ def all_gather_matmul_by_pull(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, 
     check_dtype(a.dtype)
     check_tensors(ctx.device, a=(a, a.dtype, m, K), b=(b, a.dtype, K, N), c=(c, c.dtype, W * m, N))
     check_symmetric(ctx, a=a)
-    # In front of the loads: what the peers wrote into their rows before the call is visible.
+    # Before the loads: what the peers wrote into their rows before the call is visible.
     ctx.device_barrier()
     # A tile's depth is the same number of bytes in every dtype.
     pull[(_programs(ctx),)](
         ctx.get_device_context(), a, b, c, m, N, K, *a.stride(), *b.stride(), *c.stride(), W,
         BLOCK_M, BLOCK_N, 128 // a.element_size(), num_warps=8,
     )  # fmt: skip
-    # Behind them: all have read this rank's rows, which may change now.
+    # After them: all have read this rank's rows, which may change now.
     ctx.device_barrier()
 
 
@@ -59,7 +59,7 @@ def all_gather_matmul_by_push(ctx: iris.Iris, c: torch.Tensor, b: torch.Tensor, 
     """The same, with this rank's rows in ``workspace.a``."""
     (W, m, K), N = workspace.gathered.shape, b.shape[1]
     check_tensors(ctx.device, b=(b, workspace.a.dtype, K, N), c=(c, c.dtype, W * m, N))
-    # In front of the stores: all ranks are past the last call, which multiplied what these write over.
+    # Before the stores: all ranks are past the last call, which multiplied what these write over.
     ctx.device_barrier()
     push[(workspace.programs,)](
         ctx.get_device_context(), workspace.gathered, b, c, workspace.arrived, workspace.epochs, m, N, K,

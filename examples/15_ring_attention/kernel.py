@@ -17,14 +17,14 @@ Over the link, each rank: W - 1 times keys and values of a rank, 4 * heads * len
 chunk), in W - 1 steps, all to its right neighbour; and of counts, one a part and sender to the right, one a task and
 sender to the left.
 
-``attention`` is the same without the sending, for collectives in front of it.
+``attention`` is the same without the sending, for collectives before it.
 """
 
 import triton
 import triton.language as tl
 
 from iris import DeviceContext, TraceEvent
-from iris.language.ordering import store_after_sync  # a store, behind every warp's load of the same word
+from iris.language.ordering import store_after_sync  # a store, after every warp's load of the same word
 
 
 @triton.jit
@@ -157,9 +157,9 @@ def ring_attention(
 
     Counts only rise. Heads are numbered on from call to call: ``turn`` is how many have had the slot before.
 
-    * ``arrived[slot, step, part]``: each sending program of the left neighbour adds 1 in each turn, behind its stores.
+    * ``arrived[slot, step, part]``: each sending program of the left neighbour adds 1 in each turn, after its stores.
     * ``freed[slot]``: in each turn each task of the right neighbour adds 1, and each of its sending programs if these
-      pass blocks on, behind its last load from the slot. A slot is free when all of its last turn have. All that count
+      pass blocks on, after its last load from the slot. A slot is free when all of its last turn have. All that count
       have waited for blocks of the same turn, and these are sent when all of the turn before are counted: so neither
       this count nor ``arrived`` ever mixes two turns. Nobody needs to know in which call a neighbour is.
     * ``tickets[0]``: the next task; each program draws one too many in each call. Tasks are drawn in the order of their

@@ -38,7 +38,7 @@ class Attention:
         self.scale = math.log2(math.e) / math.sqrt(dim)  # the kernel's exponentials are to the base of 2
         # Tiles of keys and values of 32 KiB each, of which a multiprocessor of NVIDIA's holds two pairs and the
         # queries; half of that and one pair on AMD's; and of weights 32 KiB, 256 bytes a query of 128. Of the widest
-        # heads a product's 16 rows are 32 KiB: those AMD's do not fetch ahead, and take keys and values one behind the
+        # heads a product's 16 rows are 32 KiB: those AMD's do not fetch ahead, and take keys and values one after the
         # other. Compiled for Blackwell, two pairs take 2 KiB more than there are, so one pair.
         step = 16384 if torch.version.hip else 32768
         self.block_m = 16 if iris.simulator.ACTIVE else min(128, QUERIES // head)
@@ -63,7 +63,7 @@ class Attention:
 
 
 class RingAttention(Attention):
-    """In one kernel. Made collectively; its calls are for one stream, one behind the other."""
+    """In one kernel. Made collectively; its calls are for one stream, one after the other."""
 
     def __init__(
         self, ctx: iris.Iris, heads: int, length: int, dim: int, dtype: torch.dtype, causal: bool = True

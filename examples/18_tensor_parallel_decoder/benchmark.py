@@ -49,7 +49,7 @@ def main(
 
     @torch.no_grad()
     def alone(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The logits behind sequences of tokens, of one process that computes all of the model, layer by layer."""
+        """The logits after sequences of tokens, of one process that computes all of the model, layer by layer."""
         whole = maker.of(share=Share(), dtype=dtype)
         rotation = rotations(dimensions, tokens.shape[1], dtype, ctx.device)
         caches = whole.empty_caches(*tokens.shape)

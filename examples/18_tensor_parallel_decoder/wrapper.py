@@ -55,7 +55,7 @@ class Server:
 
     @torch.no_grad()
     def start(self, prompts: torch.Tensor) -> None:
-        """Take in prompts, int64 ``[sequences, T]``, and find the first token behind each. W divides their tokens."""
+        """Take in prompts, int64 ``[sequences, T]``, and find the first token after each. W divides their tokens."""
         count, length = prompts.shape
         most, num_ranks = self.batch_sizes[-1], self.decoder.share.num_ranks
         if count > most or length > self.length:
@@ -83,7 +83,7 @@ class Server:
         self._steps[next(size for size in self.batch_sizes if size >= sequences)]()
 
     def rewind(self, length: int) -> None:
-        """Forget all but the first ``length`` tokens of each sequence, behind which a step goes on."""
+        """Forget all but the first ``length`` tokens of each sequence, after which a step goes on."""
         self.positions.fill_(length)
         self._longest = length
 

@@ -35,7 +35,7 @@ SIZES = Sizes(2, 96, 48, 12, 6, 96) if SIMULATED else Sizes(4, 2048, 5632, 16, 8
 # So many tokens occur, all over the vocabulary.
 KINDS = 64
 
-# The largest of many steps' errors, of which each changes the steps behind it, may be so many times another such.
+# The largest of many steps' errors, of which each changes the steps after it, may be so many times another such.
 CHANCE = 3
 
 # So many steps show what rounding makes of a loss.

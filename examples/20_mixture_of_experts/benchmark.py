@@ -107,7 +107,7 @@ def generate(ctx: iris.Iris, workload: Workload, model: torch.nn.Module, title: 
 
 @torch.no_grad()
 def check(ctx: iris.Iris, dtype: torch.dtype, config, found: list, where: str) -> None:
-    """Of tokens ``[sequences, T]`` and the logits behind the last few of them, ``[sequences, steps, vocabulary]``."""
+    """Of tokens ``[sequences, T]`` and the logits after the last few of them, ``[sequences, steps, vocabulary]``."""
     of_one, exact = (by_one_process(config, dtype, ctx.device).to(each).eval() for each in (dtype, WIDER[dtype]))
     for round, (tokens, logits) in enumerate(found):
         others = [one(tokens, logits_to_keep=logits.shape[1]).logits for one in (of_one, exact)]

@@ -117,7 +117,7 @@ class Server:
         self.step = self.enqueue_step
 
     def start(self, prompts: torch.Tensor) -> None:
-        """Take in prompts, int64 ``[sequences, T]``, and find the first token behind each."""
+        """Take in prompts, int64 ``[sequences, T]``, and find the first token after each."""
         self.cache.reset()
         self._take_in(prompts)
 
@@ -126,7 +126,7 @@ class Server:
         self._take_in(self.tokens)
 
     def capture(self) -> None:
-        """Behind a start, which has made the cache; `start` anew afterwards."""
+        """After a start, which has made the cache; `start` anew afterwards."""
         # Nothing may be used for the first time in a graph, and memory for tokens is set aside by a first forward.
         self.enqueue_step()
         if SIMULATED:
@@ -137,7 +137,7 @@ class Server:
         self.step = graph.replay
 
     def rewind(self, length: int) -> None:
-        """Forget all but the first ``length`` tokens of each sequence, behind which a step goes on."""
+        """Forget all but the first ``length`` tokens of each sequence, after which a step goes on."""
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(length)
 
@@ -157,7 +157,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Of this rank's sequences, int64 ``[B, T]``: the loss in front of the step. Gradients stay until the next."""
+        """Of this rank's sequences, int64 ``[B, T]``: the loss before the step. Gradients stay until the next."""
         self.optimizer.zero_grad()
         loss = self.model(tokens, labels=tokens, use_cache=False).loss
         loss.backward()

@@ -97,7 +97,7 @@ def collectives_GBps(ctx: Iris, time: Timer) -> dict[str, float]:
 
 
 def copy_us(ctx: Iris, time: Timer) -> float:
-    """By how much each copy more, with a word behind it, makes it longer to copy the same bytes to one peer."""
+    """By how much each copy more, with a word after it, makes it longer to copy the same bytes to one peer."""
     peer = (ctx.cur_rank + 1) % ctx.num_ranks
     source, target = (ctx.zeros(LINK_BYTES, dtype=torch.uint8) for _ in range(2))
     epoch, word = (ctx.zeros(1, dtype=torch.int32) for _ in range(2))

@@ -1,4 +1,4 @@
-"""FlashInfer's all-reduce, which has TensorRT-LLM's kernels, and the form with a residual and RMSNorm behind it.
+"""FlashInfer's all-reduce, which has TensorRT-LLM's kernels, and the form with a residual and RMSNorm after it.
 
 By way of `flashinfer.comm.allreduce_fusion`. FlashInfer compiles the kernels at their first use, which takes minutes.
 The memory is for one shot, in which each rank sends everybody all that it has, and for two.

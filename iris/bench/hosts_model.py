@@ -17,7 +17,7 @@ from iris.errors import InvalidValueError
 from iris.ops.beside_rails import Loop, beside_stores_us
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-# With the collective that NCCL has before or behind the GEMM.
+# With the collective that NCCL has before or after the GEMM.
 FUSED = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
 # Of bf16.
 ITEMSIZE = 2
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
     ``bound``: everything at once, the longest part; ``overlapped``: the rail beside the rest, by hosts or pieces, and
     a product beside stores, as that was measured; ``in_steps``: as it is done today. ``nccl_bound``: what links let
-    NCCL do; ``nccl``: at the rate that others have measured. Both with the GEMM behind or in front.
+    NCCL do; ``nccl``: at the rate that others have measured. Both with the GEMM after or before.
     """
 
     what: str

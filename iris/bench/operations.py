@@ -178,7 +178,7 @@ def vendor(operation: str, x: Operands) -> Callable[[], list[Any]]:
         # As bytes, since not every library knows fp8.
         dist.all_gather_into_tensor(result.view(torch.uint8), own.view(torch.uint8))
 
-    # What is gathered of A that is split along K, the columns of one rank behind those of another.
+    # What is gathered of A that is split along K, the columns of one rank after those of another.
     parts = a.new_empty(whole.numel() // a.shape[1], a.shape[1]) if operation == GATHER_K else a
 
     def side_by_side() -> None:

@@ -39,7 +39,7 @@ class Calls(NamedTuple):
 
 
 class Largest(NamedTuple):
-    """For what calls the memory must do: elements of one all-reduce, and of one with RMSNorm behind it."""
+    """For what calls the memory must do: elements of one all-reduce, and of one with RMSNorm after it."""
 
     summed: int
     normalised: int

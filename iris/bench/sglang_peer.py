@@ -1,4 +1,4 @@
-"""SGLang's own all-reduce (`CustomAllReduceV2`), and its kernel with a residual and RMSNorm behind it.
+"""SGLang's own all-reduce (`CustomAllReduceV2`), and its kernel with a residual and RMSNorm after it.
 
 SGLang compiles the kernels at their first use. The all-reduce chooses among its algorithms by tables of SGLang's, and
 by others in a CUDA graph than outside: there it reads the peers' inputs where they are. So what is checked is a graph.
@@ -29,7 +29,7 @@ class SGLang:
         module = importlib.import_module("sglang.srt.distributed.device_communicators.custom_all_reduce_v2")
         self._fused: Any = importlib.import_module("sglang.kernels.ops.communication.all_reduce_fusion")
         self._group: Any = dist.new_group(backend="gloo")  # it wants one of the host's
-        # Whoever destroys it below does so behind the others' connecting, which would fail.
+        # Whoever destroys it below does so after the others' connecting, which would fail.
         dist.barrier(self._group)
         limit = max(LEAST_LIMIT, largest.summed * largest.dtype.itemsize)
         self._all_reduce: Any = module.CustomAllReduceV2(self._group, ctx.device, max_size=limit)

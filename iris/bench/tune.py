@@ -222,7 +222,7 @@ def cheapest(measured: list[tuple[int, dict[Pick, float]]]) -> list[tuple[int, s
 
 
 def rows(found: list[tuple[int, str, int | None]], before: list[Choice]) -> list[Choice]:
-    """Neighbouring sizes with the same winner as one row; behind the last, what carries any size and type."""
+    """Neighbouring sizes with the same winner as one row; after the last, what carries any size and type."""
     table: list[Choice] = []
     for limit, variant, programs in found:
         if table and table[-1][1:] == (variant, programs):

@@ -6,9 +6,9 @@ rounds it and clears it for later. Over the link: W - 1 times the bytes of the a
 lock a block is fetched too, so twice that, and blocks of different ranks wait for each other.
 
 Each program has two accumulators, used in turn by the parity of its barrier's epoch. Why that is enough: a peer adds to
-the one of epoch e again in epoch e + 2, behind the barrier of e + 1, at which I arrived after having read and cleared
+the one of epoch e again in epoch e + 2, after the barrier of e + 1, at which I arrived after having read and cleared
 the one of e. The barrier's release covers the adds, though these are relaxed and of other threads of the block: it is
-behind a block barrier, and a release is cumulative (PTX ISA, "Memory Consistency Model: Causality order").
+after a block barrier, and a release is cumulative (PTX ISA, "Memory Consistency Model: Causality order").
 
 A call clears as much as it used, so between calls all is zero, whatever their sizes.
 """
@@ -98,7 +98,7 @@ def launch(call: Call, max_programs: int | None, locked: bool) -> Launch:
     sums = torch.int32 if sums.itemsize < 4 else sums
     block = config.elements_per_block(sums.itemsize, ACCUMULATOR_BYTES)
     programs = min(comm.programs(max_programs), -(-n // block))
-    # Calls of similar size share a channel: accumulators, locks, and flags behind them.
+    # Calls of similar size share a channel: accumulators, locks, and flags after them.
     room = power_of_two(programs)
     locks = room * 2 * ACCUMULATOR_BYTES
     flags = locks + room * LOCK_BYTES

@@ -10,7 +10,7 @@ symmetric heap, and through the queues to others. A round waits for what peers h
 `iris.ccl.two_shot`.
 
 *Pulled*: if all tensors are on the heap, the others read their parts where they lie, and no block has anything to
-wait for, as in `iris.ccl.pull`: a meeting in front, to learn where the tensors are, and one behind. If not, the parts
+wait for, as in `iris.ccl.pull`: a meeting before, to learn where the tensors are, and one after. If not, the parts
 are dealt.
 """
 
@@ -191,7 +191,7 @@ def broadcast(
         place = own_words + INPUTS
         here = advertise_input(ctx, queues, place, input, length=length, calls=calls, others=others, W=W)
         places = resolve_inputs(ctx, queues, place, calls, others=others, W=W)
-        # The peers' words are read without an order; what lies behind them is read below.
+        # The peers' words are read without an order; what they point to is read below.
         ctx.fence()
         if here & (tl.max(tl.cast(others & (places == 0), tl.int32), axis=0) == 0):
             if rank != root:

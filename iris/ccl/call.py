@@ -13,7 +13,7 @@ from iris.cuda_graphs.capture import Line
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor to behind its last one."""
+    """Bytes from the first element of a tensor to the end of its last one."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.itemsize * (1 + sum((size - 1) * stride for size, stride in steps)) if tensor.numel() else 0
 
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     op : ReduceOp or PREMUL_SUM
         Of a reduction.
     more : tuple of torch.Tensor
-        What a kernel takes behind the output: PREMUL_SUM's factors ``[W]``, in the type that sums are formed in; or the
+        What a kernel takes after the output: PREMUL_SUM's factors ``[W]``, in the type that sums are formed in; or the
         counts and displacements of all_to_all_v, int64 ``[W]`` each.
     config : Config
     """

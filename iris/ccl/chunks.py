@@ -6,7 +6,7 @@ one chunk the rail works beside the own host's step alone, so all_gather and red
     max(r, s) + (H - 1) s
 
 which is longer by e = min(r - s, (H - 1) s) than max(r, H s), if e > 0: else the rail is hidden as it is. An all_to_all
-has one step s for all hosts behind its rail, and so have collectives with a root, before or behind: e = min(r, s). In C
+has one step s for all hosts after its rail, and so have collectives with a root, before or after: e = min(r, s). In C
 chunks calls take about
 
     max(r, H s) + e / C + C f
@@ -41,7 +41,7 @@ LEAST_BYTES = 4 << 20
 # Of what comes to the root, or goes from it, in a chunk of gather, scatter and reduce: it has room for two. On a rail
 # of 50 GB/s so much takes some 50 times what a chunk more does.
 MOST_ROOM = 64 << 20
-# What a transfer of NCCL takes to start, where others are in front of it. An assumption: nobody has measured it.
+# What a transfer of NCCL takes to start, where others are before it. An assumption: nobody has measured it.
 NEXT_TRANSFER_US = 15.0
 # Every chunk begins at a multiple of so many bytes: what a thread loads at once, and a multiple of any element.
 ALIGNMENT = 16
@@ -111,7 +111,7 @@ def programs_beside_rails(num_sms: int) -> int | None:
     """How many programs a step within the host may have, so that NCCL's kernel finds room beside it; None: any number.
 
     Of either a block may fill a multiprocessor: so many are left as NCCL may take; of a GPU with few of them, half.
-    Neither kernel waits for the other. But one of them would run behind the other, and launches of two streams could
+    Neither kernel waits for the other. But one of them would run after the other, and launches of two streams could
     find no room beside a kernel of NCCL, which waits for another host.
     """
     return max(num_sms - NCCL_CTAS - FOR_OTHER_STREAMS, num_sms // 2) or None
@@ -137,7 +137,7 @@ def two_buffers(
 
 
 def one_ahead(chunks: Iterable[Chunk], begin: Callable[[Chunk], Callable[[], None]]) -> Iterator[Chunk]:
-    """``begin`` each chunk, which returns what finishes it, and finish it behind the begin of the next one.
+    """``begin`` each chunk, which returns what finishes it, and finish it after the begin of the next one.
 
     Each is yielded when it is finished. So two are under way at most, and a third may use the buffers of the first.
     """

@@ -243,6 +243,6 @@ class Collectives(RootedCollectives):
         return self._launch(comm, "reduce_scatter", launch, stream, source, result, output, async_op, factors)
 
     def barrier(self, *, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Work | None:
-        """As ``ctx.device_barrier``: what a rank enqueued before it is visible to every rank's work behind it."""
+        """As ``ctx.device_barrier``: what a rank enqueued before it is visible to every rank's work after it."""
         self._context.device_barrier(group)
         return Work(self._on_gpu) if async_op else None

@@ -78,7 +78,7 @@ BLOCKS_EACH = tl.constexpr(8)
 
 @jit
 def cell(block, blocks_n, index, rows, row, TILING: tl.constexpr):
-    """Row and column of each element of a block, and whether the piece has it: none behind the last block."""
+    """Row and column of each element of a block, and whether the piece has it: none after the last block."""
     BLOCK_M: tl.constexpr = TILING.BLOCK_M
     BLOCK_N: tl.constexpr = TILING.BLOCK_N
     block = tl.cast(block, tl.int64)

@@ -135,7 +135,7 @@ def exchange_v(
 def launch(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_to_all_v, of at most ``max_programs`` programs.
 
-    It takes counts and displacements behind the tensors.
+    It takes counts and displacements after the tensors.
     """
     comm, config, itemsize = call.comm, call.config, call.input.itemsize
     if config.use_gluon:

@@ -18,7 +18,7 @@ class HostOrder:
     def __init__(self, hosts: Hosts, device: torch.device) -> None:
         order = [rank for ranks in hosts.ranks for rank in ranks]
         self._order = None if order == sorted(order) else _kept(order, device)
-        # Where the rows of each host are: behind one another, or by their numbers.
+        # Where the rows of each host are: one after the other, or by their numbers.
         self._places = [_one_behind_the_other(ranks) or _kept(ranks, device) for ranks in hosts.ranks]
 
     def by_host(self, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:

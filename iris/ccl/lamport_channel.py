@@ -51,7 +51,7 @@ class ChannelLayout(NamedTuple):
     """The memory of calls of similar size, which share it: the number of blocks is rounded up to a power of two.
 
     ``part``: bytes of a part. ``max_blocks``: blocks that a slot has room for. ``nbytes``: of the whole channel. The
-    slots come first, so that they are aligned, and behind them the epochs, int32 ``[max_blocks]``.
+    slots come first, so that they are aligned, and after them the epochs, int32 ``[max_blocks]``.
     """
 
     part: int

@@ -92,7 +92,7 @@ def one_hop(
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         b = unit // W
         to = (rank + unit % W) % W
-        # With the other loads, and not behind them.
+        # With the other loads, and not after them.
         base = tl.load(ctx.table + to)
         epoch = tl.load(epochs + b * RANKS + unit % W) + 1
         word = tl.zeros_like(i)

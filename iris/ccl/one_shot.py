@@ -71,7 +71,7 @@ AHEAD = tl.constexpr(1)
 def recv_and_reduce(ctx, parts, own, count, W: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr, factors=None):
     """Wait for the first ``count`` elements of every rank's part, and combine them in the order of ranks.
 
-    ``parts``: where part 0 is received; part s is ``s * PART`` elements behind it. ``own``: the caller's own part, a
+    ``parts``: where part 0 is received; part s is ``s * PART`` elements after it. ``own``: the caller's own part, a
     block whose length is the next power of two from ``PART`` on. ``factors``: see `iris.ccl.combine.scaled`.
     """
     rank = ctx.cur_rank

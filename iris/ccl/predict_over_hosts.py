@@ -24,7 +24,7 @@ Iris' steps (`iris.ccl.over_hosts`):
 They wait for each other. But in the first three the rail works beside the own host's step, and large calls of all go
 in chunks: see `iris.ccl.chunks`. A chunk more starts another transfer and other kernels.
 
-The vendor's algorithms, each behind one `fixed`:
+The vendor's algorithms, each after one `fixed`:
 
 | collective | algorithm | time |
 | --- | --- | --- |

@@ -2,9 +2,9 @@
 
 all_reduce: over the link 2 (W - 1) / W times the bytes, half of them loaded and half stored, in one step of each.
 reduce_scatter: (W - 1) / W times the bytes, loaded. A block has nothing to wait for, so there is no queue and no fence
-between blocks: programs meet their peers once in front, to learn where inputs and outputs are, and once behind.
+between blocks: programs meet their peers once before, to learn where inputs and outputs are, and once after.
 
-Only a rank itself reads and writes its part of all inputs and outputs, and it writes behind what it has read, so the
+Only a rank itself reads and writes its part of all inputs and outputs, and it writes after what it has read, so the
 output may be the input. Sums are formed in the order of ranks, as in `iris.ccl.two_shot`, with the same bits.
 
 If any rank's input or output is elsewhere, all know it from the places that they exchanged, and take the queues.

@@ -17,19 +17,19 @@ The slots of a queue are where they are whatever a call uses of them: a rank tha
 while a slow one still reads this call's, and counts guard a queue's own slots alone.
 
 Programs work in rounds. In each a program sends what is next, takes what its peers sent `AHEAD` rounds before, and
-posts its counts at the end; so the trip of a block, and of the fence behind it, is hidden by the next ones.
+posts its counts at the end; so the trip of a block, and of the fence after it, is hidden by the next ones.
 
 Large results that lie on the symmetric heap need no slots, nor do those in other memory that all ranks reach, the
 *regions* of a group (`iris.ccl.communicator`). The receiver sends each sender the place of its result, in a *place*: a
 word of 64 bits with the region in bits 42 to 47 and the offset in it below, both plus one, and the count of such calls
 in the upper 16 bits, or zero offset for "use the queue". Nobody overruns it: the next call's word comes after the
 receiver has seen this call's data, which the sender wrote after it had read this call's word. Saying the place is also
-the permission to write: the word is stored by a kernel that runs behind everything earlier on the receiver's stream.
+the permission to write: the word is stored by a kernel that runs after everything earlier on the receiver's stream.
 When all is written, the sender of an exchange sets ``done`` to its count of these calls, with release.
-(`iris.ccl.two_shot` needs no ``done``: a sum's sender posts a count behind it anyway.)
+(`iris.ccl.two_shot` needs no ``done``: a sum's sender posts a count after it anyway.)
 
 Inputs on the heap may be read where they are (`iris.ccl.pull`, `iris.ccl.broadcast`). Then all ranks of the group tell
-each other where their input lies, with release, behind everything earlier on their streams; and their output.
+each other where their input lies, with release, after everything earlier on their streams; and their output.
 ``exits[s]`` is the last of these calls that rank s has finished; a rank leaves when all have, so its input is read and
 its output written. The own column counts the calls, as in a barrier (`iris.language.barrier`).
 """
@@ -245,7 +245,7 @@ def wait_consumed(ctx, words, sent, to, W: tl.constexpr):
 
 @jit
 def publish_counters(ctx, words, sent, got, peers):
-    """Publish to ``peers`` what was put in and taken out: behind all writes to their slots, and reads of the own."""
+    """Publish to ``peers`` what was put in and taken out: after all writes to their slots, and reads of the own."""
     word = (tl.cast(sent, tl.int64) << 32) | (tl.cast(got, tl.int64) & 0xFFFFFFFF)
     ctx._signal_ranks(words + POSTS + ctx.cur_rank, word, lanes(), peers)
 

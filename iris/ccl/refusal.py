@@ -1,7 +1,7 @@
 """What happens when the root of a collective refuses an argument that the other ranks have nothing to say against.
 
 They would wait for the root. So the root takes part with memory of its own, of the size that the others' tensors have:
-kernels on a GPU do not look whether the group is broken. Behind that, in the order of its stream, it breaks the group
+kernels on a GPU do not look whether the group is broken. After that, in the order of its stream, it breaks the group
 (`iris.runtime.abort`).
 
 All ranks may refuse the call, and then nobody waits, and the group goes on. So each member writes to the memory of the
@@ -121,7 +121,7 @@ def _note_size(comm: Communicator, size: int) -> None:
 
 
 def _break_behind(comm: Communicator, name: str, error: IrisError, stream: int | None) -> None:
-    """Break the group behind what is enqueued on the stream."""
+    """Break the group after what is enqueued on the stream."""
     if comm.device.type == "cpu":  # in the simulator, where that is over, and members that wait see the flag
         comm.abort_flag.abort(_why(comm, name, error))
         return

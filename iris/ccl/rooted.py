@@ -2,7 +2,7 @@
 
 The root alone has some of the arguments, and a mistake in these, or in any other, may be its alone. The others would
 wait for it. So each of these calls checks everything first, and says in memory that all members see that it has begun
-(`iris.ccl.refusal`). Behind that, ranks may meet in the preparation of a launch.
+(`iris.ccl.refusal`). After that, ranks may meet in the preparation of a launch.
 """
 
 from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ A word is not written over before it is read. A sender is ahead of its receiver 
 program 0 has slots, 4, since each puts in a block there, be it an empty one; by one more, whose size it has sent while
 it waits for room; and by one that it has written to its place. In an exchange of all with all nobody is ahead by more
 than one call, since each gets the others' sizes. A receiver that has refused a message may ask for the next one before
-the sender has seen that, but not for the one behind it: it must get the size of the next one first, which the sender
+the sender has seen that, but not for the one after it: it must get the size of the next one first, which the sender
 sends in a later launch.
 
 If the sizes differ the receiver takes nothing, and no program of the sender may wait; nor may one in the messages that
@@ -124,7 +124,7 @@ def count_messages(counts, messages_to, receivers, messages_from, sources, QUEUE
     store_after_sync(counts + p * COUNTS + MESSAGES_TO + lanes(), messages_to, receivers)
     store_after_sync(counts + p * COUNTS + MESSAGES_FROM + lanes(), messages_from, sources)
     if p == 0:
-        # Behind the barriers of `store_after_sync`, and nobody has loaded them.
+        # After the barriers of `store_after_sync`, and nobody has loaded them.
         for q in range(tl.num_programs(0), QUEUES):
             idle = counts + q * COUNTS
             tl.store(idle + MESSAGES_TO + lanes(), messages_to, mask=receivers)

@@ -50,7 +50,7 @@ class Root(NamedTuple):
 class Partials(NamedTuple):
     """What hosts send of a sum: in which dtype, and combined by which operation.
 
-    ``summands``: what AVG divides by behind that; None if hosts have divided already.
+    ``summands``: what AVG divides by after that; None if hosts have divided already.
     """
 
     dtype: torch.dtype

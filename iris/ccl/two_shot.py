@@ -15,12 +15,12 @@ Why no program waits for ever: what it waits for in round t, room or data, its p
 round t - 1. So the program that is furthest behind can always go on. (Room: with A for AHEAD, the last block of round t
 is number 2t - A + 1, and a peer has taken 2t - 3A by the end of its round t - 1; so 2A + 2 slots.)
 
-Why data are read after they are written: each count is posted with release behind the stores it counts, and waited for
+Why data are read after they are written: each count is posted with release after the stores it counts, and waited for
 with acquire (`iris.ccl.queue`). A sum that goes straight to a result has no count of its own. Its sender posts that it
-has *taken* the receiver's last block behind the last of these stores, and the receiver waits for that before it ends.
+has *taken* the receiver's last block after the last of these stores, and the receiver waits for that before it ends.
 
 Why a result may be the input: rank d writes part d of a block of this rank's result only after it has acquired this
-rank's post of that block, and this rank posted it behind its loads of that part.
+rank's post of that block, and this rank posted it after its loads of that part.
 
 Sums are formed by one rank each, in the order of ranks, so all ranks have the same bits.
 """

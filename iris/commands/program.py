@@ -20,7 +20,7 @@ from typing import Any
 COMMANDS_VARIABLE = "IRIS_COMMANDS"
 """The numbers of the processes that are commands and run this process' program, the outermost first."""
 
-# What ends by itself when the processes are gone for which it works, and tidies up behind them.
+# What ends by itself when the processes are gone for which it works, and tidies up after them.
 _HELPERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 # What these get for that; what a program gets to end by itself; and all processes to go, once they are killed.
 HELPERS_S, LEAVING_S, GOING_S = 2.0, 2.0, 10.0

@@ -3,7 +3,7 @@
 `torch._inductor.config.post_grad_custom_pre_pass` and `torch._inductor.custom_graph_pass.CustomGraphPass` are there in
 torch 2.9 to 2.13; where one is gone, its user here raises `MissingPartError`. Importing them takes a second, so they
 are looked for when they are used. Relied on as well: the fake tensor of a node at ``meta["val"]``, and that Inductor
-takes ``auto_functionalized`` apart behind its passes, and copies what it says is written only where that is read later.
+takes ``auto_functionalized`` apart after its passes, and copies what it says is written only where that is read later.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _FUSES = "fuse operations in graphs of torch.compile"
 
 
 def graph_pass(change: Callable[[Graph], None], identity: Callable[[], str | None]) -> Any:
-    """A pass by which ``change`` sees graphs of both directions, behind the passes that are set by now.
+    """A pass by which ``change`` sees graphs of both directions, after the passes that are set by now.
 
     What ``identity`` returns goes into the keys of Inductor's cache: another one, another graph. None: no cache.
     """

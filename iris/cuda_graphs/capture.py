@@ -40,7 +40,7 @@ def capture_id(stream: int | None) -> int:
     """A number that is unique to the capture in progress on the stream with this handle."""
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     arguments = [ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)]
-    # cuStreamGetCaptureInfo of the CUDA Driver API ("Stream Management") and its twin in HIP. What lies behind the id
+    # cuStreamGetCaptureInfo of the CUDA Driver API ("Stream Management") and its twin in HIP. What comes after the id
     # is optional in both.
     if not torch.version.hip:
         arguments += [None, None, None]

@@ -32,7 +32,7 @@ def get(context_tensor, source, target, n, BLOCK: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["round"])
 def message(context_tensor, source, inbox, result, arrived, taken, round, n, BLOCK: gl.constexpr):
-    """Gluon: each program puts its part into the next rank's inbox and raises a flag behind it; then reads its own.
+    """Gluon: each program puts its part into the next rank's inbox and raises a flag after it; then reads its own.
 
     ``arrived[p]`` counts the messages that program p of the previous rank has sent, ``taken[p]`` those that program p
     of the next rank has read, so that its inbox may be overwritten. Grids must be resident as a whole.

@@ -40,7 +40,7 @@ class SharedMemoryRaceError(IrisError, RuntimeError):
 
 
 class KernelBoundsError(IrisError, IndexError, ValueError):
-    """A kernel used a place outside of its shared memory, or had TMA store in front of a tensor."""
+    """A kernel used a place outside of its shared memory, or had TMA store to a place before a tensor."""
 
 
 class MbarrierError(IrisError, RuntimeError):

@@ -237,7 +237,7 @@ class Calls:
         return self._memory
 
     def broken_by(self, call: str, error: BaseException) -> None:
-        """``error`` has ended a call in front of what the other ranks wait for."""
+        """``error`` has ended a call before what the other ranks wait for."""
         self.abort_flag.interrupted(call, error)
 
     def compare(self, call: str) -> None:

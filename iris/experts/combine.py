@@ -130,7 +130,7 @@ def send_sums(ctx, slot, y, places, call, WEIGHTS: tl.constexpr, EXTENTS: tl.con
     for turn in range(steps * (EXTENTS.W - 1)):
         source, first, last = next_source, next_first, next_last
         next_source, next_first, next_last = turn_of(turn + 1, tokens, rank, program, EXTENTS=EXTENTS)
-        # A turn without tokens has one that is not there, so that the next turn's are under way behind it.
+        # A turn without tokens has one that is not there, so that the next turn's are under way after it.
         for token in range(first, tl.maximum(last, first + 1)):
             more = token + 1 < last
             next_token = tl.where(more, token + 1, next_first)
@@ -210,7 +210,7 @@ def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS:
             own_sum, under_way = add_up(
                 y, under_way, chosen, next_chosen, start=start, WEIGHTS=WEIGHTS, EXTENTS=EXTENTS
             )
-            # Behind own rows, which wait for nobody.
+            # After own rows, which wait for nobody.
             if ((token - first) % SUMS == 0) & (start == 0):
                 value = call * EXTENTS.STEPS + (token - first) // SUMS + 1
                 wait_for_sums(ctx, slot, flags, program=program, value=value, statistics=statistics, EXTENTS=EXTENTS)
@@ -218,7 +218,7 @@ def receive(ctx, slot, y, places, out, bias, statistics, program, call, WEIGHTS:
             total = tl.zeros_like(own_sum)
             for group in range(0, EXTENTS.W - 1, PEERS):
                 for each in tl.static_range(PEERS):
-                    # Own ones between those of the ranks before and behind this one.
+                    # Own ones between those of the ranks before and after this one.
                     other = group + each
                     total += tl.where((other == rank) & (other < EXTENTS.W - 1), own_sum, 0)
                     total += sums[each].to(tl.float32)

@@ -110,7 +110,7 @@ class ExpertParallel:
         self.num_local_experts = of_layer.LOCAL
         self.first_expert = members.rank * self.num_local_experts
         self.capacity = members.size * self.max_tokens
-        # Behind a barrier of its ranks a released slot is free: made here, since its first call meets.
+        # After a barrier of its ranks a released slot is free: made here, since its first call meets.
         context.device_barrier(group)
         self.quantized_dtype = checks.quantized_dtype()
         if spanning is None:
@@ -256,7 +256,7 @@ class ExpertParallel:
         Parameters
         ----------
         y : torch.Tensor
-            Of the shape of ``received.rows``, of ``dtype``, for instance those themselves. Rows behind the last of an
+            Of the shape of ``received.rows``, of ``dtype``, for instance those themselves. Rows after the last of an
             expert are not read.
         received : Received
             What `dispatch` returned, of the same `ExpertParallel`.
@@ -266,7 +266,7 @@ class ExpertParallel:
         out : torch.Tensor, optional
             ``[tokens, hidden]`` of ``dtype``, contiguous, apart from ``y``. Without it the result is allocated.
         bias : torch.Tensor, or a pair of them, optional
-            ``[tokens, hidden]`` of ``dtype`` each, added to the result, in float32, before it is rounded: behind the
+            ``[tokens, hidden]`` of ``dtype`` each, added to the result, in float32, before it is rounded: after the
             sum of all ranks, the first one first. For a residual, or what a shared expert has made. A rank may have
             one where others have none. It may be ``out``, in the same memory. The first call with one compiles.
         async_op : bool

@@ -300,7 +300,7 @@ class Memory:
 
 
 def split_rows(rows: torch.Tensor, dtype: torch.dtype, scales: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory of rows of a wider type, as rows of ``dtype`` and float32 ``[rows, scales]`` behind them."""
+    """Memory of rows of a wider type, as rows of ``dtype`` and float32 ``[rows, scales]`` after them."""
     memory, count = rows.view(torch.uint8).flatten(), rows.numel() // rows.shape[-1]
     end = rows.numel()
     narrow = memory[:end].view(dtype).view(*rows.shape[:-1], rows.shape[-1])

@@ -113,7 +113,7 @@ class CallsOverHosts(Calls):
                 return self._of_rank(received, len(x), counted)
 
         with self._in_step("dispatch"), torch.no_grad():
-            # The combine leaves rows behind these alone, and the program may have written another number by then.
+            # The combine leaves rows after these alone, and the program may have written another number by then.
             counted = None if num_tokens is None else num_tokens.clone()
             wait, gathered = self._gather(*quantized(to_read(x), x_scales, form), topk_ids, topk_weights, counted)
         if not async_op:

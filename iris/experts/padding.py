@@ -1,4 +1,4 @@
-"""Zeros for the rows that a dispatch has not written: what an expert has room for behind its last row.
+"""Zeros for the rows that a dispatch has not written: what an expert has room for after its last row.
 
 In memory of this rank alone. A program has every so many of the rows, and stores to those that no expert has got.
 """

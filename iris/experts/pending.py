@@ -25,7 +25,7 @@ class PendingCall(Generic[Result]):
         """Enqueue the other half, which receives, on the current stream, and return what the call is for.
 
         Once, on every rank, in the same order of all calls. The host does not wait. The stream may be another than
-        that of the call, behind which it is put. If one of the two is captured in a graph, both are, in the same one.
+        that of the call, which it then waits for. If one of the two is captured in a graph, both are, in the same one.
 
         Raises
         ------

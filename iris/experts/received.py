@@ -30,7 +30,7 @@ class Received:
     """Returned by `ExpertParallel.dispatch`; in use until it is combined or released. Never made by a program.
 
     Rows of one expert lie one after the other, in the order of ranks and of their tokens; over several hosts in that
-    of local ranks, of hosts, and of tokens. What lies behind them is
+    of local ranks, of hosts, and of tokens. What lies after them is
     undefined, and zeros after `zero_padding`. All tensors are on the device, written by the stream of the dispatch; the
     next dispatch in the same memory writes over them.
 
@@ -76,7 +76,7 @@ class Received:
         """Write zeros to the rows that the dispatch has not written, and to their scales. Local.
 
         Those are, in either layout, all but the ``counts`` rows of each expert from its offset on. For what reads whole
-        rooms, or tiles that begin in an expert's rows and end behind them; `combine` and `iris.ops.grouped_mm` need
+        rooms, or tiles that begin in an expert's rows and end after them; `combine` and `iris.ops.grouped_mm` need
         none of it. Enqueued on the current stream, without waiting; may be captured. The first call compiles.
         """
         self._check_in_use("zero_padding")

@@ -88,7 +88,7 @@ def send_rows(
     if QUANTIZED and not BLOCKED:
         factor = row_factors(x + tl.cast(token, tl.int64) * EXTENTS.H, bits != 0, FORM, EXTENTS)
     for begin in range(0, EXTENTS.H, BLOCK):
-        # The next columns are under way while these are sent: behind the last ones the next tokens' first ones.
+        # The next columns are under way while these are sent: after the last ones the next tokens' first ones.
         ends = begin + BLOCK >= EXTENTS.H
         later = load_columns(
             x + tl.cast(tl.where(ends, next_token, token), tl.int64) * EXTENTS.H,

@@ -1,7 +1,7 @@
 """A token's rows on this rank, added up: what combine and combine in stages share.
 
 A program adds up one token's rows at a time, a *piece* of some columns of one row after the other. The next pieces are
-under way meanwhile: of this sum's rows, and behind these of the next sum's. A choice whose expert is elsewhere has no
+under way meanwhile: of this sum's rows, and after these of the next sum's. A choice whose expert is elsewhere has no
 piece: of many tokens these are half of the choices and more.
 """
 
@@ -102,10 +102,10 @@ def first_pieces(y, chosen, AHEAD: tl.constexpr, EXTENTS: tl.constexpr):
 def add_up(y, under_way, chosen, next_chosen, start, WEIGHTS: tl.constexpr, EXTENTS: tl.constexpr):
     """The sum of a token's rows in the columns from ``start`` on, float32, in the order of its choices.
 
-    ``chosen``: of `places_of`, this token's and that of the next one. ``under_way``: of `first_pieces`. Behind the sum
+    ``chosen``: of `places_of`, this token's and that of the next one. ``under_way``: of `first_pieces`. After the sum
     that of what is added up next is returned: of the next columns of the same rows, or of the next token's first ones.
 
-    Each round adds up as many pieces as are under way. Behind each of them the one of the next round is loaded, and not
+    Each round adds up as many pieces as are under way. After each of them the one of the next round is loaded, and not
     before: so it gets the registers of that. Else registers would be moved at the end of a round, which waits for what
     was loaded last, and no more than one piece would be under way.
     """
@@ -115,7 +115,7 @@ def add_up(y, under_way, chosen, next_chosen, start, WEIGHTS: tl.constexpr, EXTE
     AHEAD: tl.constexpr = len(found)
     ends = start + ADDED >= EXTENTS.H
     total = tl.zeros((ADDED,), dtype=tl.float32)
-    # One at least, for the loads that are behind it.
+    # One at least, for the loads that come after it.
     rounds = tl.maximum((number_of(chosen[0], K) + AHEAD - 1) // AHEAD, 1)
     for round in range(rounds):
         last = round + 1 == rounds

@@ -35,7 +35,7 @@ WORDS = 10
 # What CLAIMED holds, 0 at first. With a wait that gave up all others of the same record give up; with what is NOTED
 # besides, they wait on: what they wait for comes.
 NOTED, GAVE_UP = 1, 2
-# Behind them, and not part of what is said once and then forgotten. Of the record of a group (`iris.runtime.abort`):
+# After them, and not part of what is said once and then forgotten. Of the record of a group (`iris.runtime.abort`):
 # where in the host's memory a kernel copies what it has recorded, and where it stores which number for all members to
 # see; 0 in the record of users' kernels. The address at which kernels that are traced write their events; and the
 # header of a trace without room, for as long as there is no other.

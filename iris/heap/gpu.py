@@ -46,7 +46,7 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
     memory : object
         Keeps them mapped while it lives.
     """
-    # Room to start at a multiple of ALIGNMENT: torch may put words of its own in front of what it hands out.
+    # Room to start at a multiple of ALIGNMENT: torch may put words of its own before what it hands out.
     room = size + ALIGNMENT
     own: torch.Tensor | None = None
     handle: Any = None
@@ -105,7 +105,7 @@ def share(group: Group, size: int, device: torch.device) -> tuple[list[int], Any
 
 @contextlib.contextmanager
 def turn(group: Group) -> Iterator[None]:
-    """Here no other thread of any member exchanges handles. Collective, right behind a meeting; blocks the host.
+    """Here no other thread of any member exchanges handles. Collective, right after a meeting; blocks the host.
 
     torch sends handles through a socket that is named after the process, so a process can do one exchange at a time.
     Threads that use two groups may come in another order on each rank. So the members try at once, which nobody waits

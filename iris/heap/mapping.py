@@ -207,7 +207,7 @@ def create(group: Group, size: int, device: torch.device, host: Group | None = N
     memory = Memory(held)
     mapping = Mapping(name, members.ranks, members.rank, rounded, device, tuple(bases), memory, group.members.lost)
     _mappings[bases[members.rank]] = mapping
-    # Behind it: another thread that sees this number looks for it.
+    # After it: another thread that sees this number looks for it.
     _made[members.name] += 1
     return mapping
 

@@ -75,7 +75,7 @@ class SymmetricHeap:
     """
 
     def __init__(self, group: Group, size: int, device: torch.device, hosts: Hosts | None = None) -> None:
-        # Behind each block there is a gap while somebody looks for accesses that run into the next one.
+        # After each block there is a gap while somebody looks for accesses that run into the next one.
         room = size if observer.recorder is None else observer.with_gaps(size)
         self.hosts = hosts if hosts is not None and len(hosts) > 1 else None
         self.mapping = create(group, room, device, None if self.hosts is None else self.hosts.group)
@@ -252,7 +252,7 @@ class SymmetricHeap:
         return self._history.count, len(self._blocks), len(self._reclamation.done), self._lifetimes.count
 
     def block_at(self, offset: int) -> Block | None:
-        """The block in use that has this offset, or the gap up to the next one behind it."""
+        """The block in use that has this offset, or the gap up to the next one after it."""
         for block in self._blocks.copy().values():
             if 0 <= offset - block.offset < round_up(max(block.size, 1)):
                 return block

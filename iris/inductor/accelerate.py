@@ -22,11 +22,11 @@ def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
 
     A ``model`` is compiled as well, by ``model.compile()``, and returned. Without one, call torch.compile yourself, in
     any mode; the back end is Inductor, its default. In the graphs of both directions these are replaced, whatever the
-    process group and its back end: an all_reduce and RMSNorm behind it, with or without a residual between; a product
+    process group and its back end: an all_reduce and RMSNorm after it, with or without a residual between; a product
     and all_reduce; all_gather and a product; a product and reduce_scatter. `fusion_report` says what was. torch's own
     fused operators, `torch.ops.symm_mem.fused_all_gather_matmul` and its like, run on Iris then.
 
-    All ranks call it, since they have to compile the same graphs; behind torch.distributed.init_process_group() and
+    All ranks call it, since they have to compile the same graphs; after torch.distributed.init_process_group() and
     torch.cuda.set_device(), since it tells the others where this rank runs. When an operator first runs, the ranks of
     its group meet on the host: run a model once before you capture it in a CUDA graph by hand, or
     `FirstUseInCaptureError` is raised. Where weights are split unevenly, operators are a product and a collective, one

@@ -150,7 +150,7 @@ def _replace(graph: Graph, wait: Node, found: dict[Node, Blocks | None], product
 
 
 def _bring_before(place: Node, end: Node, needed: set[Node]) -> None:
-    """Move those nodes that are needed, and come between these two, in front of the first."""
+    """Move those nodes that are needed, and come between these two, ahead of the first."""
     node = place.next
     while node is not end:
         following = node.next

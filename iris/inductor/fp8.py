@@ -67,7 +67,7 @@ def _scale(peak: Node) -> Node | None:
 
 
 def _rounded(quotient: Node) -> Node | None:
-    """The quotient as `FP8`, behind bounds if there are any."""
+    """The quotient as `FP8`, after bounds if there are any."""
     node = quotient
     while (step := only_user(node)) is not None:
         if calls(step, CONVERSIONS) and value_of(step).dtype == FP8:

@@ -22,7 +22,7 @@ LEAST_ROWS = 4096
 
 
 class Sum(NamedTuple):
-    """Of products: at least two, and the additions and reshapes behind them."""
+    """Of products: at least two, and the additions and reshapes after them."""
 
     products: list[Node]
     passed: set[Node]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-# With the separator behind it, since other packages' names begin so, too.
+# With the separator after it, since other packages' names begin so, too.
 TORCH = str(Path(torch.__file__).parent) + os.sep
 
 

@@ -125,7 +125,7 @@ def _norm_by(wide: Node, mean: Node) -> Norm | None:
 
 
 def _weighted(normalised: Node, eps: float) -> Norm | None:
-    """The norm with its weight, and the conversions before and behind that."""
+    """The norm with its weight, and the conversions before and after that."""
     for each in (normalised, *users(normalised, CONVERSIONS)):
         for product in users(each, aten.mul.Tensor):
             weight = product.args[0] if product.args[1] is each else product.args[1]
@@ -168,7 +168,7 @@ def _kept(total: Sum, norm: Norm) -> str | None:
 
 def _replace(graph: Graph, total: Sum, norm: Norm, narrow: Quantised | None) -> None:
     input, _, group = arguments(total.all_reduce)
-    # What was reshaped behind the sum is reshaped before it.
+    # What was reshaped after the sum is reshaped before it.
     total.wait.replace_all_uses_with(input)
     graph.erase_node(total.wait)
     graph.erase_node(total.all_reduce)
@@ -184,7 +184,7 @@ def _replace(graph: Graph, total: Sum, norm: Norm, narrow: Quantised | None) -> 
                 call = rows.call(graph, torch.ops.iris.all_reduce_rms_norm_by_row.default, *of_fp8)
         _put(graph, call, {0: norm.result} if narrow is None else {0: narrow.result, 2: narrow.scale})
         return
-    # A weight that is computed, as 1 + w is, may come behind the sum, whose users need the results before.
+    # A weight that is computed, as 1 + w is, may come after the sum, whose users need the results before.
     needed = ancestors(norm.weight, total.x) | {norm.weight}
     for node in _between(total.x, norm.result):
         if node in needed:
@@ -198,7 +198,7 @@ def _replace(graph: Graph, total: Sum, norm: Norm, narrow: Quantised | None) -> 
 
 
 def _between(first: Node, last: Node) -> list[Node]:
-    """The nodes behind ``first`` and before ``last`` in the graph's order."""
+    """The nodes after ``first`` and before ``last`` in the graph's order."""
     nodes, node = [], first.next
     while node is not last:
         nodes.append(node)

@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether rows are the same before and behind the swap."""
+        """Whether rows are the same before and after the swap."""
         return 1 in (self.first, self.second)
 
     @property
@@ -135,7 +135,7 @@ def known_extents(node: Node) -> list[int] | None:
 
 
 def inner_extents(graph: Graph, node: Node) -> list[Any]:
-    """Those of a tensor behind the first: numbers, or nodes for what is not known before it runs."""
+    """Those of a tensor after the first: numbers, or nodes for what is not known before it runs."""
     extents = value_of(node).shape[1:]
     return [n if isinstance(n, int) else call(graph, aten.sym_size.int, node, 1 + i) for i, n in enumerate(extents)]
 

@@ -26,7 +26,7 @@ from iris.ops.named_ranks import multiply
 
 
 class Factor(NamedTuple):
-    """A product with the gathered A: B, and what comes behind it."""
+    """A product with the gathered A: B, and what comes after it."""
 
     b: Tensor
     dtype: torch.dtype
@@ -255,7 +255,7 @@ def _gather(
 
     kept = None if gathered is None else back(gathered)
     if kept is not None and size == 1:
-        kept = kept.contiguous()  # as torch's, which has nothing to put behind each other
+        kept = kept.contiguous()  # as torch's, which has nothing to put one after the other
     return kept, [back(each) for each in results]
 
 

@@ -74,7 +74,7 @@ def signal_ranks(flag_ptr, values, peers, here, table, base, op: tl.constexpr = 
     """Publish everything that the block did so far: ``values`` into the copies of ``flag_ptr`` of ``peers``.
 
     ``op``: "set" or "add". ``values``, ``peers`` and the mask ``here`` are blocks of `lanes`: one fence serves all
-    of these releases. Returns what the flags hold behind them.
+    of these releases. Returns what the flags hold after them.
     """
     if in_simulator():
         check_local(peers, here, base)
@@ -124,13 +124,13 @@ def wait_ranks(flag_ptrs, wanted, here, first, num_ranks, record, half: tl.const
 
 @jit
 def barrier(flags_ptr, epoch, rank, num_ranks, table, base, record):
-    """Program p of every rank meets program p of every other; what was written before is visible behind it.
+    """Program p of every rank meets program p of every other; what was written before is visible after it.
 
     ``flags_ptr``: int32 or int64, symmetric, ``[programs, num_ranks]``, zeros at first. ``flags[p, r]`` is the last
     epoch in which rank r's program p arrived. Rank r alone writes it, into every rank's copy; each rank reads its
     own copy of the whole row. The column of a rank in its own copy is where it keeps its own epoch.
 
-    Why a flag can be reused in the next epoch: r announces e + 1 only behind the barrier of e, hence after every
+    Why a flag can be reused in the next epoch: r announces e + 1 only after the barrier of e, hence after every
     rank announced e, but maybe before a slow rank has *seen* r's e. That rank waits for e *or later*, so it loses
     nothing; and r cannot reach e + 2 before the slow rank has announced e + 1. Flags never need resetting.
 

@@ -10,7 +10,7 @@ adds up its own values and sends the result to all programs, and each thread add
 
 Each program has an mbarrier, and a place for the numbers of each warp of each. Why that is in order: a program comes to
 the cluster's barrier with its mbarrier initialised, and its fence shows that to the cluster (PTX ISA, "membar / fence":
-mbarrier_init); warps write to the others behind that barrier. Numbers are written by asynchronous stores, which count
+mbarrier_init); warps write to the others after that barrier. Numbers are written by asynchronous stores, which count
 their bytes on the receiver's mbarrier when they are there, a release at the cluster's scope; who awaits the bytes
 acquires at that scope (PTX ISA, "st.async", "mbarrier.try_wait"). No thread ends without the numbers of all, so nobody
 writes to a program that is gone. A launch has one meeting, so nothing is used twice.
@@ -36,7 +36,7 @@ def simulated(values, peaks, programs):
 
 @triton.constexpr_function
 def opening(numbers):
-    """An mbarrier that awaits so many numbers; 16 bytes behind it begin their places."""
+    """An mbarrier that awaits so many numbers; 16 bytes after it begin their places."""
     return f"""{{
     .reg .pred first;
     .reg .b32 thread;

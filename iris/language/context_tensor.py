@@ -21,7 +21,7 @@ def context_tensor(rank: int, bases: Sequence[int], size: int, record: int, devi
 
 
 def heap_bases_tensor(bases: Sequence[int], size: int, record: int, device: torch.device) -> torch.Tensor:
-    """What functional operations take: ``[num_ranks]`` of type `table_type`; in front of it, device record and size."""
+    """What functional operations take: ``[num_ranks]`` of type `table_type`; before it, device record and size."""
     words = [record, size, *bases]
     return keep(lambda: torch.tensor(words, device=device).view(table_type(bases, device)), device)[2:]
 

@@ -102,7 +102,7 @@ def write_record(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_
     Returns whether that was this program.
     """
     claim = tl.cast(claim_of(kind), tl.int64)
-    # A maximum: a wait that gives up behind what was only noted lets the others give up as well.
+    # A maximum: a wait that gives up after what was only noted lets the others give up as well.
     before = tl.atomic_max(record + CLAIMED, claim, sem="relaxed", scope="gpu")
     if before == 0:
         tl.store(record + PROGRAM, tl.cast(linear_program_id(), tl.int64))

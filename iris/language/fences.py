@@ -67,8 +67,8 @@ def system_fence():
 def fence():
     """Everything that the block did comes before everything that it will do, for observers anywhere."""
     # A release is a fence and a later write of the *same* thread (PTX ISA, "Release and acquire patterns"), an
-    # acquire a read and a later fence. So: a barrier in front, that each thread's fence be cumulative over what the
-    # others did; then the fence; and a barrier behind it, for what one thread has read and others go on from.
+    # acquire a read and a later fence. So: a barrier before, that each thread's fence be cumulative over what the
+    # others did; then the fence; and a barrier after it, for what one thread has read and others go on from.
     cta_sync()
     if in_simulator():
         note("fenced")
@@ -96,7 +96,7 @@ def await_bulk_stores():
 
     Gluon's own wait is, before Triton 3.7, only for the reading of their source. (PTX ISA,
     "cp.async.bulk.wait_group": without .read the writes have been made visible to the thread that issued them; it
-    meets the others in a barrier in front of the release.)
+    meets the others in a barrier before the release.)
     """
     if in_simulator():
         tma.store_wait(0, read_only=False)

@@ -65,7 +65,7 @@ def ll_recv_shared(ptrs, stamp, masks, sources, record):
     ``ptrs``, ``masks`` and ``sources`` are tuples of blocks of one shape, which are awaited together; a tuple comes
     back. On NVIDIA each thread waits for its own words, so nothing in the block is decided together: see
     `iris.language.lamport_poll`. Elsewhere, and where waits have a limit, one thread's load may have shown the stamp
-    and another's have come earlier. Behind a barrier all load once more: a later load of a word finds what an earlier
+    and another's have come earlier. After a barrier all load once more: a later load of a word finds what an earlier
     one has found, or newer (PTX ISA, "Memory Consistency Model": coherence).
 
     Who polls the same words without a limit may leave the loop when its own loads have shown the stamps. A look at the

@@ -1,6 +1,6 @@
 """The trace buffer: where a traced kernel writes its events, a row each, in memory of its own GPU.
 
-A row is `WORDS` int64, behind a header of `HEADER` words; nothing goes over the link. Rows are handed out by an atomic
+A row is `WORDS` int64, after a header of `HEADER` words; nothing goes over the link. Rows are handed out by an atomic
 counter, so they are in the order in which events began, more or less; those that do not fit are counted and lost. Times
 are those of the GPU's own clock: `iris.tracing.clock` makes them one clock.
 """
@@ -138,7 +138,7 @@ def begin(
         row = tl.atomic_add(buffer + ASKED, one, sem="relaxed", scope="gpu")
         here = row < room
     else:
-        # Behind what the last look, which may be another partition's, has written into its row.
+        # After what the last look, which may be another partition's, has written into its row.
         before = atomic("xchg", last, nothing, room > 0, sem="acquire", scope="gpu") - 1
         again = look & (room > 0) & (before >= 0)
         again = again & (read(buffer, before, PROGRAM, again) == program)

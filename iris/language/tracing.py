@@ -322,7 +322,7 @@ class Tracing:
         changed = (looks > 0) & (read(self.buffer, place, SEEN, here) != tl.cast(seen, tl.int64))
         write(self.buffer, row, LOOKS, looks + 1, here=here)
         self.end_flag(row, seen, now)
-        # Behind all that this look has written there, for whoever takes the row next.
+        # After all that this look has written there, for whoever takes the row next.
         left = tl.where(over | changed, 0, place + 1)
         atomic("xchg", last_look(self.buffer, self.context), left, here, sem="release", scope="gpu")
 

@@ -46,12 +46,12 @@ class Figures:
     copy_engine_GBps, copy_engine_beside_products_GBps : float
         Copies to one peer, and to several where chunks of a product go on beside them.
     copy_us : float
-        What each copy takes besides, with the word behind it that says so.
+        What each copy takes besides, with the word after it that says so.
     split_us, short_split_us : float
         What one more split of a tile of 128 x 256 costs where its own product takes ``short_split_us`` or less. Where
         it takes longer, it costs less in proportion.
     last_sum_us : float
-        At most, to add a peer's part of a tile of 128 x 256 behind the last round of products.
+        At most, to add a peer's part of a tile of 128 x 256 after the last round of products.
     memory_GBps : float
         Of the GPU's memory, as the driver says. Where there is a driver it is asked: this is for the simulator.
     memory_read_fraction, narrow_tiles_read_fraction : float

@@ -2,7 +2,7 @@
 
 The sum of `iris.ccl.one_shot`, by rows: who has received a part of a row has it in registers, adds the
 residual, and needs only the mean of the row's squares to write the normalised part. So the row is neither written nor
-read in between, and nothing is launched behind the all-reduce. Over the link, as there. *One shot*: W - 1 times the
+read in between, and nothing is launched after the all-reduce. Over the link, as there. *One shot*: W - 1 times the
 bytes, in one step; *two shot*: 2 (W - 1) / W times the bytes, in two, of which the second sends the sums: each rank
 normalises every row, which costs less than to send both the normalised row and the residual.
 
@@ -327,7 +327,7 @@ def two_shot_rms_norm(
 
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm(tensors, rows, eps, H: tl.constexpr, ROW: tl.constexpr, LARGEST: tl.constexpr):
-    """The same of sums that are there already, behind an all-reduce of many rows; ``out`` may be ``input``.
+    """The same of sums that are there already, after an all-reduce of many rows; ``out`` may be ``input``.
 
     ``tensors``: a `NormTensors`. ``ROW``: the power of two from ``H`` on.
     """

@@ -56,7 +56,7 @@ class Loop(NamedTuple):
         return beside_stores_us(self.stores_us / hosts, longer / hosts, self.slowed) - self.part_us(hosts)
 
     def pays(self, cluster: Cluster, host: HostFigures) -> bool:
-        """Whether products run beside transfers, which would else come before, or behind."""
+        """Whether products run beside transfers, which would else come before, or after."""
         return self._transfer_us(cluster, host) > self.lost_us(cluster.num_hosts)
 
     def us(self, cluster: Cluster, host: HostFigures) -> float:

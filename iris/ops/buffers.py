@@ -49,7 +49,7 @@ class Needs(NamedTuple):
 
 
 def round_up(size: int) -> int:
-    """So that what begins behind is equally aligned for every kind."""
+    """So that what begins after it is equally aligned for every kind."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

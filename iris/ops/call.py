@@ -240,6 +240,6 @@ def _side_by_side(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def span(x: torch.Tensor) -> tuple[int, int]:
-    """Where the memory of its elements begins, and the address behind the last. x has elements."""
+    """Where the memory of its elements begins, and the address after the last. x has elements."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize

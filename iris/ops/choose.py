@@ -161,7 +161,7 @@ def splittable(case: Case, config: FusedConfig, plan: Plan) -> list[int]:
     if end + whole < product_us(case, config, plan):
         # Whatever comes last, it comes in time.
         return []
-    # Those of the last chunk, or of all that come so late that a whole tile would be done behind it.
+    # Those of the last chunk, or of all that come so late that a whole tile would be done after it.
     return sorted({last, sum(count for count, there in chunks if there > max(0, end - whole))})
 
 
@@ -262,7 +262,7 @@ def fused_us(case: Case, config: FusedConfig, plan: Plan) -> float:
     product = product_us(case, config, plan)
     sent = sent_bytes(case) / 1e3
     if call.name == "matmul_all_gather":
-        # What the tiles of the last round are sent in comes behind. The link has nothing to do until the first is done.
+        # What the tiles of the last round are sent in comes last. The link has nothing to do until the first is done.
         units = tiles + plan.last * (plan.splits - 1)
         last = min(1, ((units - 1) % programs + 1) / plan.splits / tiles) * sent
         whole = plan if plan.last == tiles else Plan()
@@ -299,7 +299,7 @@ def scheduled_us(case: Case, config: FusedConfig, plan: Plan) -> float:
 
 
 def kept_us(case: Case) -> float:
-    """Microseconds in which a gathered A that the caller keeps is copied behind the kernel: read once, written once.
+    """Microseconds in which a gathered A that the caller keeps is copied after the kernel: read once, written once.
 
     The vendor's GEMM and the copy engines have it where the caller keeps it.
     """
@@ -326,7 +326,7 @@ def copies_us(case: Case) -> float:
     each = gpu.fp8_round_us + gpu.fp8_round_ns_per_k * depth / 1e3
     times = [gpu.fp8_next_launch_us + beside * number * each for number in rounds]
     moved = sent_bytes(case) / 1e3 / engine + (size - 1) * len(pieces) * gpu.copy_us
-    # Sums of what has come are formed behind all.
+    # Sums of what has come are formed last.
     added = call.out.nbytes * (size + 1) / reading_GBps(gpu) / 1e3 if call.name == "matmul_reduce_scatter" else 0
     return gpu.meeting_us + max(size * sum(times), moved + times[-1]) + added
 

@@ -23,7 +23,7 @@ those that are not done can go on.
 Over the link: as in combine, and a flag an item. Results are the same bits: each token's sums have the same order.
 
 The launch begins while the product runs, and so reads nothing before it has seen, with acquire, that the product has
-begun, which is behind all launches before it. It ends behind the product's end. A flag is the number of the call, and
+begun, which is after all launches before it. It ends after the product's end. A flag is the number of the call, and
 only rises. Why the next dispatch of rank s may write to rank d: all flags of d here are set, those of blocks without
 tokens too, and d reads what came from s before it sets them. What d has yet to do concerns other ranks. (The list does
 not depend on the tokens that there are, which a program that begins late could find changed.)
@@ -202,7 +202,7 @@ def combine_in_stages(
     wait(progress.begun, 1, "reached", ctx._record())
     call = tl.load(slot.calls)
     blocks, W = tl.cdiv(EXTENTS.M, TOKENS), EXTENTS.W
-    # Of a stage: first what is sent, then what is finished of the one before. Behind stage 0 there is nothing to send.
+    # Of a stage: first what is sent, then what is finished of the one before. After stage 0 there is nothing to send.
     items = blocks * W
     end = STAGES.NUMBER * items + blocks
     stored = tl.cast(STAGES.NUMBER, tl.int32)
@@ -298,7 +298,7 @@ def prepared(ep: ExpertParallel, given: tuple) -> Callable[..., None]:
 
 
 def enqueue(ep: ExpertParallel, received: Received, given: tuple) -> None:
-    """In place of ``ep.combine``, as the next launch behind the product."""
+    """In place of ``ep.combine``, as the next launch after the product."""
     run, out = prepared(ep, given), given[4]
     if DEBUGGING and not (out.is_cuda and is_current_stream_capturing()):
         ep._calls.compare(f"combine in stages, in slot {received._slot}")

@@ -22,7 +22,7 @@ class FusedConfig:
     ----------
     variant : "kernel", "copies", "vendor"
         One kernel, which sends tiles while it computes others; the vendor's GEMM by chunks while copy engines move
-        others, for all_gather_matmul and matmul_reduce_scatter; or the vendor's GEMM and a collective, one behind the
+        others, for all_gather_matmul and matmul_reduce_scatter; or the vendor's GEMM and a collective, one after the
         other. What follows is for the kernel.
     block_size_m, block_size_n, block_size_k : int
         Rows, columns and depth of a tile; powers of two from 16 on. Of float32 a tile has half the depth. On Hopper the

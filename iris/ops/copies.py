@@ -13,7 +13,7 @@ in the order of ranks. Over the link, each rank: (W - 1) / W times M N elements 
 
 Products are on the caller's stream, copies on one of their own, joined by events. Flags are told and awaited by kernels
 of one program, in the stream of the copies that they are about: a kernel begins when the copy before it is over, and is
-over when the copy behind it begins (CUDA C++ Programming Guide, "Streams").
+over when the copy after it begins (CUDA C++ Programming Guide, "Streams").
 
 The counts are those of `iris.ops.counts`, with one epoch. ``ready[r]``: rank r's memory may be read, or written, in
 this call. ``done``: how often a peer has moved all that it moves from this rank's memory, or to it; in each call every
@@ -146,12 +146,12 @@ class Copies:
             yield
 
     def fork(self) -> None:
-        """Copies come behind what the caller's stream has so far."""
+        """Copies come after what the caller's stream has so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def join(self) -> None:
-        """The caller's stream goes on behind the copies so far."""
+        """The caller's stream goes on after the copies so far."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 

@@ -7,7 +7,7 @@ On each rank, with R rows of its E experts, H elements of a row and I of an acti
 3. With weights of fp8, the activation is rounded to fp8, with a factor for each row and 128 columns.
 4. A grouped GEMM: ``[R, I] x [E, I, H]`` to ``[R, H]``, over the rows that the dispatch has brought, which nobody needs
    any more: dispatch has set them aside in the wide type, whatever type has travelled.
-5. combine adds up, and sends back: behind the second product, or beside it (`iris.ops.combine_in_stages`).
+5. combine adds up, and sends back: after the second product, or beside it (`iris.ops.combine_in_stages`).
 
 All numbers of rows stay on the device. Everything is on one stream, so each step finds what the one before it has
 stored. The scratch memory is torch's, for as many rows as may come.

@@ -151,13 +151,13 @@ class Kernels(Algorithm):
         return Relaunch(kernel.run, template, buffers, self._context.cur_rank, self._context.num_ranks, call)
 
     def _keep_gathered(self, kept: torch.Tensor, buffers: Buffers) -> None:
-        """Enqueue, behind the kernel, what copies the peers' A out of the workspace to ``kept``, by rank.
+        """Enqueue, after the kernel, what copies the peers' A out of the workspace to ``kept``, by rank.
 
         1. Peers have written what is read: each tile waits, with acquire, for the rows that it multiplies, and every
            row of every peer is in a tile. The kernel is over before this begins, since the stream is one.
         2. No peer writes over it before it is read. Each stores in its next call with this memory, of whatever kind,
            once this rank has told it that it is ready, which the kernel of this rank's next call does. That one comes
-           behind this on the stream. It begins when what is before it is over, by its gdc_wait() too.
+           after this on the stream. It begins when what is before it is over, by its gdc_wait() too.
         3. What is left over in the workspace nobody needs: who copies it writes to none but the caller's memory.
 
         Its own rows a rank has never stored there.
@@ -190,14 +190,14 @@ class Kernels(Algorithm):
         return min(config.num_sms or most, most)
 
     def _staged(self, call: Call, buffers: Buffers) -> torch.Tensor:
-        """The place in the workspace where peers store the result: behind the parts of a sum, if it is one."""
+        """The place in the workspace where peers store the result: after the parts of a sum, if it is one."""
         W, rows = self._context.num_ranks, len(call.a)
         parts = 0 if call.name == "matmul_all_gather" else W * -(-rows // W) * call.b.shape[1]
         return buffers.data[parts:].view(call.out.shape)
 
 
 def _rows_of_peers(buffers: Buffers, rank: int, size: int, M: int, K: int) -> list[tuple[slice, torch.Tensor]]:
-    """Which peers stand before this rank, and which behind it, and where their rows of A lie in the workspace."""
+    """Which peers come before this rank, and which after it, and where their rows of A lie in the workspace."""
     # A rank's place may have room for more rows than it has.
     there = buffers.data.view(size, -1, K)[:, :M]
     sides = slice(0, rank), slice(rank + 1, size)

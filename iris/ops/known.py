@@ -23,7 +23,7 @@ Relaunch = Callable[[Call, int | None], None]
 class Known(NamedTuple):
     """Of calls of one `call_key`.
 
-    ``lengths``: bytes from the first element of each tensor to behind the last. ``by_stream``: None where each call has
+    ``lengths``: bytes from the first element of each tensor to the last's end. ``by_stream``: None where each call has
     to be looked at, as where an operand is copied.
     """
 

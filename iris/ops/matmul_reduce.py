@@ -8,7 +8,7 @@ stores its sums to all.
 Over the link, each rank: (W - 1) / W times M N elements out, in one step; for all rows twice that, in two.
 
 The parts travel in the type of the result, as they do through the vendor's library, and are added up in float32: to a
-rank's own product those of the ranks behind it, one after the other.
+rank's own product those of the ranks that follow it, one after the other.
 """
 
 import triton
@@ -70,8 +70,8 @@ def matmul_reduce(
         total = product(a, b, rows, columns, stop_m=stop, N=N, K=K, TILING=TILING)
         ctx.tracing.record_event_end(work)
         if to != rank:
-            # Behind the next product: by then the stores are there, and the release has little to wait for. And in
-            # front of whatever this program waits for next, so that nobody waits in a circle.
+            # After the next product: by then the stores are there, and the release has little to wait for. And
+            # before whatever this program waits for next, so that nobody waits in a circle.
             ctx.signal(counts + ARRIVED + sent, 1, to, op="add")
         total = scaled(total, epilogue, rows, columns, stop_m=stop, N=N)
         if number == first:

@@ -14,7 +14,7 @@ from iris.runtime.workspace import Channel
 class NormLayout(NamedTuple):
     """Of the calls of a shape, by a variant of `STEPS` or `BY_OWNER`, among ``size`` ranks.
 
-    First what peers send, so that it is aligned; behind it messages of 8 bytes, and last the epochs.
+    First what peers send, so that it is aligned; after it messages of 8 bytes, and last the epochs.
     """
 
     variant: str

@@ -45,7 +45,7 @@ def all_reduce_rms_norm_by_row(
     """As `all_reduce_rms_norm`, to fp8 with a scale for each row, which is the third result: ``[..., 1]``, float32.
 
     It is what makes the largest of the row the largest number of ``dtype``, and what the first result has to be
-    multiplied by: ``scale_a`` of the product behind. No gradient.
+    multiplied by: ``scale_a`` of the product that follows. No gradient.
     """
     out, x, row_scales = _rows_like(a, dtype), _sums_like(a, residual), _scales_like(a)
     _normalise(out, a, weight, eps, ranks, residual, x, row_scales=row_scales)

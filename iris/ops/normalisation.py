@@ -39,11 +39,11 @@ KERNELS = {"one_shot": one_shot_rms_norm, TWO_SHOT: two_shot_rms_norm, BY_OWNER:
 
 # The fewest bytes of rows that are worth a launch of their own, where many rows are normalised by several launches.
 # Each has as many rows as there is memory for, which are 8 MiB on two H200. So these take 4.0 to 4.3 us a MiB of any
-# number of rows, where an all-reduce of all and a kernel behind it took 4.7 to 5.8. Not with more ranks: on 4 H200
+# number of rows, where an all-reduce of all and a kernel after it took 4.7 to 5.8. Not with more ranks: on 4 H200
 # larger sums are faster, 39 us for 8 MiB of 64 and 49 for 8 alone.
 LEAST_AT_A_TIME = 4 << 20
 
-# Memory that stays free behind a call's, as a multiple of it, for calls of fewer rows. Without that, many rows of
+# Memory that stays free after a call's, as a multiple of it, for calls of fewer rows. Without that, many rows of
 # several shapes took all that calls may have, and one row of 8192 took 6.5 us, not 3.2 (2 x H200).
 FEWER_ROWS = 4
 

@@ -16,7 +16,7 @@ In each step a host's ranks do what they would do if there were no other: an `Op
 product has the same bits as on one host. Sums are rounded within a host, and over hosts once more, as in
 `iris.ccl.over_hosts`.
 
-Hosts are in a ring. In each step the rail takes a part to the host that is so many places behind this one, and brings
+Hosts are in a ring. In each step the rail takes a part to the host that is so many places after this one, and brings
 that of the host as many places before it: `Rail.shift`. It works while other parts are multiplied: all_gather_matmul
 gets two parts ahead, into two buffers by turns; matmul_reduce_scatter sends from two. So, where a part of the product
 takes p and a transfer r, H hosts take about
@@ -24,7 +24,7 @@ takes p and a transfer r, H hosts take about
     max(H p, (H - 1) r + p)
 
 On a GPU that is where the product is worth leaving the rail room for (`iris.ops.beside_rails`). Elsewhere each transfer
-comes before, or behind, what is multiplied.
+comes before, or after, what is multiplied.
 """
 
 import functools

@@ -21,7 +21,7 @@ owner. Why no rank writes to a place that is not cleared, in its call e, to slot
   ended, and so e - 2, in which it cleared the slot.
 
 A factor travels as an LL message (`iris.language.ll`) with the number of the epoch as its flag. An owner overwrites it
-in its next call, behind the reader's part of that call, which the reader sent after it had read the word. All calls
+in its next call, after the reader's part of that call, which the reader sent after it had read the word. All calls
 with these rows write it, so what is there before has another number.
 
 How programs share a row, and what is rounded: as in `iris.ops.all_reduce_rms_norm`. NaNs do not keep their bits.
@@ -73,7 +73,7 @@ def sharded_rms_norm(
     """``rows`` of each rank, of ``room``, have ``PIECES`` of ``PART`` elements.
 
     If a row has several pieces, each of them has a program, which has no other. ``channel``: a `ShardedNormChannel`.
-    ``tensors``: a `NormTensors` of the own rows: those of the next rank lie ``apart`` rows behind them, and so on.
+    ``tensors``: a `NormTensors` of the own rows: those of the next rank lie ``apart`` rows after them, and so on.
     ``DIVISION``: a `RowDivision`, whose ``PIECE`` and ``BLOCK`` are the power of two from ``PART`` on.
     """
     H: tl.constexpr = DIVISION.H
@@ -161,7 +161,7 @@ def sharded_rms_norm(
                 push(ctx, theirs, i, y, count=count, bases=bases, distance=distance, W=W)
             # By way of the words that travel, so all ranks store the same bits. And what is converted to fp8, two
             # numbers in a register, has one use: beside the words, ptxas 12.8 (Triton 3.6) moved a store of single
-            # bytes in front of the conversion (`tests/codegen/converted_pairs.py`).
+            # bytes ahead of the conversion (`tests/codegen/converted_pairs.py`).
             tl.store(out + at, decode(encode(y), i, narrow), mask=inside)
             if BY_ROW:
                 words = channel.factors + row * W

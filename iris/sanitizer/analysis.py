@@ -1,7 +1,7 @@
 """From the notes of all ranks to what is wrong.
 
 The notes are gone through in an order in which they could have been made: each rank's as they stand, what orders ranks
-by its number, and behind a meeting of hosts only when all have come to it. So a release is seen before what acquires
+by its number, and after a meeting of hosts only when all have come to it. So a release is seen before what acquires
 it. Accesses to data have no numbers and need none: whether two of them are ordered does not depend on which of them is
 looked at first: `Races` compares them.
 

@@ -45,7 +45,7 @@ def report_at_exit(group: "Group") -> Path:
     alive = os.open(folder / ALIVE, os.O_RDWR)
     if group.rank == 0:
         reporter = _start_reporter(folder)
-        # Behind the recorder's own, which ends its notes.
+        # After the recorder's own, which ends its notes.
         Finalize(None, _await_report, (reporter, alive), exitpriority=1)
     return folder
 

@@ -1,7 +1,7 @@
 """Accesses outside of what has been allocated, reported where they happen.
 
 An allocation is as long as it was asked for, not as long as it was rounded up. While somebody wants to know, there is a
-gap behind each (`iris.observer.GAP`), so that what runs over the end of one does not land in the next.
+gap after each (`iris.observer.GAP`), so that what runs over the end of one does not land in the next.
 """
 
 import gc
@@ -107,7 +107,7 @@ class Table:
         return "freed", int(spans.begins[first])
 
     def describe(self, offset: int) -> str:
-        """What is there, was there, or lies in front of it."""
+        """What is there, was there, or lies before it."""
         former = self._former(offset)
         if former is not None:
             return f"{former}, which has been freed (offset {offset:#x})"

@@ -1,6 +1,6 @@
 """Calls that go on beside the thread that makes them, as torch's with ``async_op=True``, and what executors are given.
 
-Such a call is like a thread of Python's that the caller starts, and that who waits for the call joins: it comes behind
+Such a call is like a thread of Python's that the caller starts, and that who waits for the call joins: it comes after
 what was done before it was made, and in no order with what is done until somebody has waited for it. Calls of one
 number follow each other.
 """

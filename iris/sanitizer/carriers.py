@@ -12,7 +12,7 @@ from iris.sanitizer import clocks
 from iris.sanitizer.accesses import Access, Carrier
 from iris.sanitizer.clocks import Thread
 
-# Looks that are remembered of each program: of a race, the second access comes soon behind the look that is at fault.
+# Looks that are remembered of each program: of a race, the second access comes soon after the look that is at fault.
 REMEMBERED = 64
 
 # So many words one after the other lie between two programs, at most, where one looks for the one that is at fault.

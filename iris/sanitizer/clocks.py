@@ -7,12 +7,12 @@ says of each slot up to which tick all that it did comes before: what slot s did
 There are six clocks at a time. In the first an edge is what the program asked for: a release and an acquire of the
 same words, both at a scope that holds the two programs (PTX ISA, "Memory Consistency Model": morally strong, causality
 order). The next four take the program for better than it is, each in another way, to find out what a race is for want
-of. The last has the edges of the first, and is of what comes before copies by TMA: only what a proxy fence came behind.
+of. The last has the edges of the first, and is of what comes before copies by TMA: only what a proxy fence came after.
 
 Such copies go through the async proxy, loads and stores through the generic one, and who accesses memory through two
 needs a fence between them (PTX ISA, "Async proxy"). The manual does not say in whose thread: so it counts wherever it
 stands on the way from one access to the other, as an alias proxy fence does ("Causality Order"). Launches need none
-("Memory synchronization": those by the CUDA API keep the order of proxies), nor does what TMA has written, behind which
+("Memory synchronization": those by the CUDA API keep the order of proxies), nor does what TMA has written, after which
 there is one (an "implicit generic-async proxy fence" where a copy completes).
 """
 
@@ -60,7 +60,7 @@ def merged(target: np.ndarray, source: np.ndarray, how: list[int]) -> np.ndarray
 
 
 def fenced(clock: np.ndarray) -> np.ndarray:
-    """``clock`` behind a proxy fence: what it has comes before copies by TMA, too. It is not changed."""
+    """``clock`` after a proxy fence: what it has comes before copies by TMA, too. It is not changed."""
     result = clock.copy()
     result[ASYNC_PROXY] = result[AS_WRITTEN]
     return result
@@ -184,7 +184,7 @@ class Thread:
 
 
 class Operation(Thread):
-    """What a GPU does beside a program, a copy: behind what came before it there, and in no order with what follows.
+    """What a GPU does beside a program, a copy: after what came before it there, and in no order with what follows.
 
     All that it does is at one tick. Operations of a slot end one after the other, and do not know that of each other.
     """

@@ -7,7 +7,7 @@ credit too few sees them all, if its receiver is fast, and who counts the chunks
 1. Updates that are in an order, as those of one program: who looks counts on the first value that ends its wait, of
    those that it can still see (`Flag.first`). All values are kept, each by what it changes of the one before.
 2. Others: who looks counts on an update if the wait could not have ended without it, and without those that come
-   behind it (`Flag.luck`). That is known once all updates have been seen, those included that came after the look this
+   after it (`Flag.luck`). That is known once all updates have been seen, those included that came after the look this
    time. So it is found at the end, and if anybody has counted on luck the notes are gone through again (`Verdicts`).
 """
 
@@ -193,7 +193,7 @@ class Flag:
         return value
 
     def _ends_without(self, number: int, others: np.ndarray, value: int, wait: Wait) -> bool:
-        """Whether ``wait`` can end before the update of this number, and those that come behind it."""
+        """Whether ``wait`` can end before the update of this number, and those that come after it."""
         moment = self._moments[number]
         left = (n for n in others.tolist() if n != number and not _knows(self._known[n], moment))
         return any(map(wait.ends_at, self._values_of(value, left)))

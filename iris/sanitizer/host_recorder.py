@@ -142,7 +142,7 @@ class HostRecorder:
         """This tensor is used. At first sight its memory is new: torch's dispatcher has not made all that there are."""
         if self.threads.several():
             storage: Any = tensor.untyped_storage()
-            # Of two threads that see it at once, only the first may note it: a second note, behind what the other has
+            # Of two threads that see it at once, only the first may note it: a second note, after what the other has
             # done, would hide a race. So nobody goes on before that note is there.
             with self._first_sight:
                 if not hasattr(storage, "iris_seen"):

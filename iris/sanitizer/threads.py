@@ -103,7 +103,7 @@ class Threads:
     def begin_task(self) -> Call:
         """An executor of several threads is given something here: in whichever of them, it is in no order with others.
 
-        Except with what is so far behind it that it has the same number again.
+        Except with what is so far after it that it has the same number again.
         """
         self._tasks.append(self._tasks[0] if len(self._tasks) == MOST_TASKS else next(self._count))
         self._multithreaded = True

@@ -143,7 +143,7 @@ def _programs(indices: list[tuple[int, int, int]], partition: int | None) -> str
 
 
 def _describe(poll: Poll, condition: Condition | None, frame: FrameType | None, bottom: CodeType) -> tuple:
-    """The fields of a `Wait` behind the first."""
+    """The fields of a `Wait` after the first."""
     stack = []
     while frame is not None and frame.f_code is not bottom:
         stack.append(frame)

@@ -73,7 +73,7 @@ def arrive(mbarrier: SharedMemory, *, count: Any = 1, pred: Any = True, **_: Any
     before = int(mbarrier.handle.flat[0])
     over = update(mbarrier, integer(count))
     # Who has yet to arrive, and then who waits for it, goes on before the next line of who has arrived: the order that
-    # finds an arrival which is too early. By the word, as others may invalidate the barrier behind the phase, which is
+    # finds an arrival which is too early. By the word, as others may invalidate the barrier after the phase, which is
     # its lowest bit.
     while not over:
         seen = int(mbarrier.handle.flat[0])
@@ -88,7 +88,7 @@ def arrive(mbarrier: SharedMemory, *, count: Any = 1, pred: Any = True, **_: Any
 def expect(mbarrier: SharedMemory, bytes: Any = None, pred: Any = True, *, bytes_per_cta: Any = None, **_: Any) -> None:
     """Announce bytes, and arrive once: Gluon's `expect` is PTX's ``mbarrier.arrive.expect_tx``.
 
-    The copies behind it are part of what it arrives for, so who has yet to arrive need not come before them.
+    The copies after it are part of what it arrives for, so who has yet to arrive need not come before them.
     """
     if not truth(pred):
         return

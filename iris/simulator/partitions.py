@@ -41,7 +41,7 @@ Clock = dict[Hashable, int]
 """How much is known of each: of a partition, how often it has released something; of an mbarrier, its finished
 phases; of `Groups` of operations, how many are over.
 
-Of `Fenced(partition)`, how much of that has a fence behind it.
+Of `Fenced(partition)`, how much of that has a fence after it.
 """
 
 
@@ -163,7 +163,7 @@ class Partitions:
                 _join(self._clocks[task] if asked else self._seen[task], self._flags[word])
 
     def orders(self, task: Task) -> None:
-        """``task`` orders its accesses of global memory: before those behind it, and of flags."""
+        """``task`` orders its accesses of global memory: before those after it, and of flags."""
         _join(self._clocks[task], self._seen.pop(task, {}))
         self._clocks[task].setdefault(task, 1)
         self._fenced[task] = dict(self._clocks[task])
@@ -173,7 +173,7 @@ class Partitions:
         clock = self._clocks[task]
         clock.setdefault(task, 1)
         clock |= {Fenced(who): when for who, when in clock.items() if isinstance(who, type(task))}
-        clock[task] += 1  # what it writes from now on has no fence behind it
+        clock[task] += 1  # what it writes from now on has no fence after it
 
     def _release_into(self, task: Task, released: Clock) -> None:
         self._clocks[task].setdefault(task, 1)
@@ -187,7 +187,7 @@ class Partitions:
     # What is accessed -----------------------------------------------------------------------------------------------
 
     def reads(self, task: Task, view: np.ndarray, verb: str = "reads", groups: Groups | None = None) -> None:
-        """``groups``: what signals that it is over, of what the GPU reads beside the program, behind a fence."""
+        """``groups``: what signals that it is over, of what the GPU reads beside the program, after a fence."""
         marks, access = self._of(view), self._by(task, verb)
         self._check(task, marks.of(marks.written, view), access, fenced=groups is not None)
         if groups is not None:

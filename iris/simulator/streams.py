@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class Enqueued:
-    """A call that runs in a thread of its own, behind the one ``before`` it, if there is one."""
+    """A call that runs in a thread of its own, after the one ``before`` it, if there is one."""
 
     def __init__(self, call: Callable[[], None], before: "Enqueued | None" = None) -> None:
         self._error: BaseException | None = None

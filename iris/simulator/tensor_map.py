@@ -2,7 +2,7 @@
 
 The TMA unit fills what lies outside the tensor, and writes nothing there (PTX ISA, "Tensors", out-of-bound access), but
 for one thing: it writes 16 bytes at a time. A row that ends between goes on to the next multiple of them, as was seen
-on H100, and as Triton says of its descriptors' `store`. A block that is read may begin in front of the tensor. One that
+on H100, and as Triton says of its descriptors' `store`. A block that is read may begin before the tensor. One that
 is written may not: an H100 ends the kernel with "illegal instruction".
 """
 

@@ -19,7 +19,7 @@ from iris.world.rail import Transfer
 
 # Threads of a program: so many things at a time.
 TRACKS = 64
-# Rails have further ones, behind those of any program.
+# Rails have further ones, after those of any program.
 RAIL_THREADS = 1 << 30
 
 _SORTED_FIRST = {"args": {"sort_index": -1}}

@@ -69,7 +69,7 @@ def draw(timeline: Timeline, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(10, size))
     span = max((event.ended for event in timeline.events), default=0.0)
     unit, scale = next(((name, us) for name, us in UNITS.items() if span >= 10 * us), ("µs", 1.0))
-    # In an order in which what happens within something else is drawn behind it.
+    # In an order in which what happens within something else is drawn after it.
     for name in COLOURS:
         bars: dict[float, list[tuple[float, float]]] = defaultdict(list)
         for i, line in lines.items():

@@ -14,8 +14,8 @@ traced for days. On a GPU a row has a number in its place, and
    share one, for as long as that is kept.
 2. A graph writes the numbers that it was captured with in each replay. They are kept while any graph of the process
    lives (`StreamTimes.forget`); torch does not say which.
-3. Without a graph, only the first `ROOM` transfers to begin behind a `forget` have a row. The host may be ahead of the
-   GPU by `UNDER_WAY`. So of what it enqueues behind a `forget` the first ``ROOM + UNDER_WAY`` are kept, and of what it
+3. Without a graph, only the first `ROOM` transfers to begin after a `forget` have a row. The host may be ahead of the
+   GPU by `UNDER_WAY`. So of what it enqueues after a `forget` the first ``ROOM + UNDER_WAY`` are kept, and of what it
    has enqueued before, on streams that the `forget` did not wait for, the last `UNDER_WAY`.
 """
 

@@ -131,7 +131,7 @@ class Tracing:
             self._time_rails(self._rail_times)
 
     def reset(self) -> None:
-        """Forget what this rank has recorded so far. Enqueued on the current stream, behind which others must wait."""
+        """Forget what this rank has recorded so far. Enqueued on the current stream, which others must wait for."""
         buffer = self._check_enabled()
         buffer[ASKED.value] = 0
         buffer[LAST_LOOKS.value :] = 0

@@ -48,7 +48,7 @@ class Event:
     bytes : int
         Of a rail, what goes to other ranks; `Transfer` says how much to which, and how much comes.
     value, seen, after : int
-        Of a flag: the operand, or what is awaited; what it held, and what it held behind the operation.
+        Of a flag: the operand, or what is awaited; what it held, and what it held after the operation.
     pid_m, pid_n : int
     unfinished : bool
         Its end was not recorded.
@@ -277,7 +277,7 @@ class _Changes:
         self._counts: dict[tuple[int, int], list[int]] = {}
 
     def last_to(self, value: int, end: float, slack: float) -> int | None:
-        """Who last gave the flag this value before ``end``; or right behind it, as clocks may be wrong by ``slack``."""
+        """Who last gave the flag this value before ``end``; or right after it, as clocks may be wrong by ``slack``."""
         to = self._to.get(value, [])
         before = bisect_right(to, end, key=lambda change: change[0])
         if before:
@@ -301,7 +301,7 @@ class _Changes:
         return number if began <= end else None
 
     def _highest(self, shift: int, bits: int) -> list[int]:
-        """The count behind each change, as it would be if it did not wrap, and no lower than behind those before."""
+        """The count after each change, as it would be if it did not wrap, and no lower than after those before."""
         half = 1 << bits - 1
         highest: list[int] = []
         for _, value, _ in self._changes:

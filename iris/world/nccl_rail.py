@@ -1,6 +1,6 @@
 """Rails by NCCL (RCCL on AMD), which torch brings: those of GPUs.
 
-A transfer is enqueued on a stream of NCCL's own, behind what the current stream has so far; who waits for it enqueues
+A transfer is enqueued on a stream of NCCL's own, after what the current stream has so far; who waits for it enqueues
 that, too. So the host never waits, and a CUDA graph can capture it all. The communicator is made with the rail, and
 every kind of transfer is done once then: the first one of each connects, which a capture must not do.
 

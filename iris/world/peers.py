@@ -68,7 +68,7 @@ class Peer:
         self.unreachable = False
 
     def __str__(self) -> str:
-        """How it ended, behind its rank: "its process (77) was killed by SIGKILL"."""
+        """How it ended, as said after its rank: "its process (77) was killed by SIGKILL"."""
         who = f"its process ({self.identity.number})" + (f" on {self.host_name}" if self.host_name else "")
         if self.unreachable:
             return f"{self.host_name} does not answer any more"

@@ -161,7 +161,7 @@ class Rail(ABC):
         return self._transfer(start, nbytes, what, move=move, sent=[sent], received=[received])
 
     def shift(self, output: torch.Tensor, input: torch.Tensor, distance: int, what: str) -> Callable[[], None]:
-        """Begin to send ``input`` to the host ``distance`` behind this one, and to receive that of the one before it.
+        """Begin to send ``input`` to the host ``distance`` after this one, and to receive that of the one before it.
 
         Both are contiguous and of one size; hosts are in a ring, and ``distance`` is from 1 to H - 1. What it returns,
         and ``what``, are as for `all_gather`.
@@ -245,12 +245,12 @@ class Rail(ABC):
             tensor.div_(divisor)
 
     def _sum(self, op: str) -> tuple[Any, int | None]:
-        """torch's operation of this name, and by what to divide behind it."""
+        """torch's operation of this name, and by what to divide after it."""
         return getattr(dist.ReduceOp, op), None
 
     @abstractmethod
     def barrier(self) -> None:
-        """What comes behind it begins when all hosts' ranks have come."""
+        """What comes after it begins when all hosts' ranks have come."""
 
     @abstractmethod
     def refuse(self, what: str) -> None:

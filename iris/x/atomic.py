@@ -10,7 +10,7 @@ def all_reduce_atomic(tile, dst, ctx):
     """Add a tile to every rank's ``dst``, atomically, in the type of ``dst``.
 
     ``dst``: ``[M, N]``, on the heap of every rank, with what the sum begins with, zeros for example. It is complete
-    behind a barrier. Over the link: the tile, once to each peer, in one step.
+    after a barrier. Over the link: the tile, once to each peer, in one step.
     """
     check("all_reduce_atomic", ctx, tile, True, dst=dst)
     rows, columns = rows_of(tile), columns_of(tile)

@@ -2,7 +2,7 @@
 
 **Locks** (int32 or int64, one a tile, on the heap, zeros at first; an array for each ``src``). They count signals and
 are never reset, so calls may follow each other without a barrier between them, and in graphs. Zeroing them between
-calls, behind a barrier, does no harm.
+calls, after a barrier, does no harm.
 
 In each call a tile's lock on each rank rises by `PERIOD` in all:
 
@@ -39,7 +39,7 @@ That must not end in wrong sums, so a lock shows who has written it:
    tile out, asks the peers' locks which of them has been written, and reports that.
 
 So nobody waits for ever for a rank that has left a tile out. `GIVEN_UP` stays, and later calls for the tile report it
-too, until the locks are zeroed behind a barrier. Calls whose locks are in order send nothing more for this.
+too, until the locks are zeroed after a barrier. Calls whose locks are in order send nothing more for this.
 """
 
 import triton
@@ -139,7 +139,7 @@ def arrived(lock, wanted, ctx):
 
 @triton.jit
 def signal_all(lock, value, ctx):
-    """Add to every rank's lock, behind everything that the block did."""
+    """Add to every rank's lock, after everything that the block did."""
     ctx._check(lock, None, ctx.cur_rank)
     for first in range(0, ctx.num_ranks, LANES):
         to = first + lanes()

@@ -72,7 +72,7 @@ def all_to_all(tile, src, dst, N_per_rank, ctx):
 
 @triton.jit
 def gather(tile, src, source_rank, ctx):
-    """Load ``source_rank``'s values of a tile of ``src``; zeros behind the edge.
+    """Load ``source_rank``'s values of a tile of ``src``; zeros past the edge.
 
     ``src``: ``[M, N]``, on the heap of every rank. Over the link: the tile, once, in one step, a round trip.
     """

@@ -22,7 +22,7 @@ def all_reduce_one_shot(tile, src, dst, locks, ctx):
     a `TileView` it is there, and may be changed on return. ``dst``: ``[M, N]``, anywhere, and not ``src``. On return
     the sum lies there, the same bits on all ranks. ``locks``: an array of ``src``'s own, zeros once, to which callers
     write nothing: the call itself signals the others that the tile is there. Over the link: W - 1 tiles in, in one step
-    behind a signal.
+    after a signal.
     """
     check("all_reduce_one_shot", ctx, tile, False, src=src, dst=dst)
     check_locks("all_reduce_one_shot", locks)
@@ -44,8 +44,8 @@ def reduce_scatter(tile, src, dst, locks, ctx):
 
     ``src``: ``[M, N]``, and ``locks``, as in `all_reduce_one_shot`. Each rank has ceil(M / W) of these rows, one rank
     after the other; where W does not divide M the last ranks have fewer, or none. ``dst``: ``[ceil(M / W), N]``,
-    anywhere; it gets this rank's rows, and what lies behind them is left alone. All ranks call for all tiles, which may
-    have rows of several ranks. Over the link: this rank's rows of W - 1 tiles in, in one step behind a signal.
+    anywhere; it gets this rank's rows, and what lies after them is left alone. All ranks call for all tiles, which may
+    have rows of several ranks. Over the link: this rank's rows of W - 1 tiles in, in one step after a signal.
     """
     check("reduce_scatter", ctx, tile, False, src=src, dst=dst)
     check_locks("reduce_scatter", locks)

@@ -20,7 +20,7 @@ ORDERS = ["contiguous", "sliced", "transposed", "stepped"]
 LAYOUTS = [*ORDERS, "mixed"]  # mixed: another one on each rank, and for input and output
 PLACES = ["heap", "unaligned", "elsewhere", "mixed"]
 
-GUARD = 16  # elements before and behind each tensor that must stay as they are
+GUARD = 16  # elements before and after each tensor that must stay as they are
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def sum_in_chunks(ctx, calls, hosts, cases, number, expected):
 
 
 def transfers_of_sums(collective, shape, dtype, size, number):
-    """A rail brings what is to be added up, and of an all_reduce the sum of each chunk behind that for the next one."""
+    """A rail brings what is to be added up, and of an all_reduce the sum of each chunk after that for the next one."""
     count = torch.Size(shape).numel()
     each = count if collective == "reduce_scatter" else -(-count // size)
     chunks = len(cut(each * dtype.itemsize, number))

@@ -91,7 +91,7 @@ def test_graphs_replayed_between_other_calls(ranks, n, heap):
 
 
 def forked(ctx, n):
-    """A graph of two branches with a step each, and a step before and behind them."""
+    """A graph of two branches with a step each, and a step before and after them."""
     steps, side = [Step(ctx, n) for _ in range(4)], torch.cuda.Stream()
     for step in steps:
         step.fill(0)
@@ -246,7 +246,7 @@ def test_messages_around_all_ranks_at_once(ranks):
 
 
 def asynchronous(ctx):
-    """The handle orders the current stream behind the stream of the call, and the host waits for neither."""
+    """The handle orders the current stream after the stream of the call, and the host waits for neither."""
     side, n = torch.cuda.Stream(), 1 << 20
     own, result = ctx.full((n,), ctx.cur_rank + 1.0), ctx.zeros(n)
     ctx.ccl.all_reduce(result, own)
@@ -310,7 +310,7 @@ def test_more_than_4_gib(ranks, name):
 
 
 def host_cost(ctx, name):
-    """Microseconds of the host's time, behind a kernel that keeps the stream busy: of the collective, and of the least
+    """Microseconds of the host's time, after a kernel that keeps the stream busy: of the collective, and of the least
     that torch enqueues. The quietest of five medians of 100 calls: a host has other work too.
     """
     own, whole = ctx.ones(1024), ctx.ones(1024 * ctx.num_ranks)

@@ -145,7 +145,7 @@ def test_graphs_replayed_between_other_calls(ranks, n, number):
 
 
 def forked(ctx, n):
-    """A graph of two branches with a step each, a step before and behind them, and a barrier."""
+    """A graph of two branches with a step each, a step before and after them, and a barrier."""
     steps, side = [Step(ctx, n) for _ in range(4)], torch.cuda.Stream()
     ctx.device_barrier()
     for step in steps:
@@ -181,7 +181,7 @@ def test_graphs_with_branches(ranks, n, number):
 
 
 def two_streams(ctx, sizes):
-    """Calls in flight on two streams at a time, each behind work of its own that takes another time on each rank."""
+    """Calls in flight on two streams at a time, each after work of its own that takes another time on each rank."""
     streams, steps = [torch.cuda.Stream() for _ in sizes], [Step(ctx, n) for n in sizes]
     wrong, generator = [count_on(ctx) for _ in sizes], random.Random(f"streams {ctx.cur_rank}")
     torch.cuda.synchronize()
@@ -210,7 +210,7 @@ def test_two_streams(ranks, sizes, number):
 
 
 def asynchronous(ctx):
-    """The handle orders the current stream behind the stream of the call, and the host waits for neither."""
+    """The handle orders the current stream after the stream of the call, and the host waits for neither."""
     side, n = torch.cuda.Stream(), 1 << 20
     own, result = ctx.full((n,), ctx.cur_rank + 1.0), ctx.zeros(n)
     ctx.ccl.all_reduce(result, own)

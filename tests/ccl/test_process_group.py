@@ -343,7 +343,7 @@ def beside_gloo(ctx):
 
 
 def overlapping(ctx):
-    """What is asked for with async_op=True does not hold up what comes behind it on the stream."""
+    """What is asked for with async_op=True does not hold up what comes after it on the stream."""
     group, size = make_group(ctx), ctx.num_ranks
     x, other = torch.ones(1 << 20, device=ctx.device), torch.ones(1 << 20, device=ctx.device)
     for _ in range(2):

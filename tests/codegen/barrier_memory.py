@@ -58,7 +58,7 @@ def _accesses(ptx: str) -> tuple[Counter[int], list[Access]]:
 def _addresses(lines: list[str]) -> dict[str, int]:
     """By register, the byte in shared memory that it points to, if that is known when the kernel is compiled."""
     known = {"global_smem": 0}
-    # Twice, as what a block needs may be computed in one that runs before it and stands behind it.
+    # Twice, as what a block needs may be computed in one that runs before it and stands after it.
     for line in lines * 2:
         if moved := re.match(r"mov\.[bu]32\s+(%\w+), global_smem;", line):
             known[moved[1]] = 0

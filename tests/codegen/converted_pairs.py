@@ -2,7 +2,7 @@
 
 A conversion writes two of them to a register of 16 bits. Where that is widened as the lower half of a register whose
 upper half nothing has written, ptxas 12.8 makes both one instruction (F2FP with a register to merge into), and moves
-it behind other uses of the pair: an H200 stored bytes of the pair before. So such a pair has no other use.
+it past other uses of the pair: an H200 stored bytes of the pair before. So such a pair has no other use.
 """
 
 import re

@@ -105,7 +105,7 @@ def gluon_scalar(context_tensor, source, target, to_rank):
 
 @triton.jit
 def triton_signal_wait(context_tensor, data, flag, n, to_rank, BLOCK: tl.constexpr, OP: tl.constexpr):
-    """Stores before a release, loads behind an acquire: the order that the checks look for."""
+    """Stores before a release, loads after an acquire: the order that the checks look for."""
     ctx = DeviceContext.initialize(context_tensor)
     offsets = tl.arange(0, BLOCK)
     ctx.store(data + offsets, 1.0, to_rank)

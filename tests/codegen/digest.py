@@ -22,7 +22,7 @@ _DECLARATIONS = {
     "gcn": re.compile(r"\.amdhsa_kernel ([\w$.]+)|\.type ([\w$.]+), ?@"),
 }
 _COMMENTS = {"ptx": re.compile(r"//.*"), "gcn": re.compile(r";.*|//.*")}
-# Behind a name; in PTX no point is, as "add" in "add.s32" is none.
+# After a name; in PTX no point is, as "add" in "add.s32" is none.
 _END = {"ptx": r"(?=_param_\d|[^\w$.]|$)", "gcn": r"(?![\w$])"}
 
 

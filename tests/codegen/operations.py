@@ -15,7 +15,7 @@ def is_data(op):
 
 
 def releases(operations):
-    """The positions of the atomics that release. On AMD that is the first one behind a write-back of the L2."""
+    """The positions of the atomics that release. On AMD that is the first one after a write-back of the L2."""
     positions = [
         i for i, op in enumerate(operations) if op.startswith(("atom", "red")) and ("release" in op or "acq_rel" in op)
     ]

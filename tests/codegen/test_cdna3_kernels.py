@@ -73,7 +73,7 @@ def test_fused_operations(name, tile, target, dtype, by_lines):
     assert {each for each in step if "buffer_load" in each} == {"buffer_load_dwordx4"}
     assert {each for each in step if "ds_read" in each} == {"ds_read_b128"}
     assert any(each.startswith("ds_write_b") for each in step)
-    # What they bring is waited for in front of the next step's writes to shared memory, and not beside the products. A
+    # What they bring is waited for before the next step's writes to shared memory, and not beside the products. A
     # sum leaves the largest tile too few registers: there something may be kept in memory.
     if name == "matmul_all_gather" or tile != LARGEST:
         begin = step.index("buffer_load_dwordx4")

@@ -47,7 +47,7 @@ def test_programs_of_a_row_meet_once_in_shared_memory(kernel, pieces, warps, by_
         "mbarrier.init", "fence.mbarrier_init.release.cluster",
         f"mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [meeting], {nbytes};",
         "barrier.cluster.arrive.relaxed",
-        # What follows is behind the launch before this one.
+        # What follows is after the launch before this one.
         "griddepcontrol.wait", "barrier.cluster.wait.acquire", "st.async",
         "mbarrier.try_wait.parity.acquire.cluster",
     ]  # fmt: skip
@@ -73,7 +73,7 @@ def test_a_row_of_bf16_is_rounded_by_pairs_and_no_warp_waits_for_another_behind_
 
 
 def test_what_can_be_done_while_data_are_on_their_way_is():
-    """Behind the last store to a peer, and in front of the first look for what peers have stored."""
+    """After the last store to a peer, and before the first look for what peers have stored."""
     code = bf16(16, 2)
     stores = [number for number, line in enumerate(code) if "STG" in line]
     looks = next(number for number, line in enumerate(code) if "LDG" in line and "STRONG.SYS" in line)

@@ -106,7 +106,7 @@ ACQUIRES = ["wait", "barrier", "cas", "atomic"]
 
 
 def ordering(language, op):
-    """A kernel that does ``op`` behind its stores and in front of its loads, and its arguments."""
+    """A kernel that does ``op`` after its stores and before its loads, and its arguments."""
     flag = torch.zeros(16, dtype=torch.int32)
     return getattr(kernels, f"{language}_signal_wait"), (CONTEXT, torch.zeros(4096), flag, 7, 1, 1024, op)
 

@@ -200,7 +200,7 @@ def with_progress(*case):
 
 @pytest.mark.parametrize("case", by_turns([HOPPER_CASES[0], HOPPER_CASES[3]]), ids=lambda case: described(*case))
 def test_a_product_beside_another_kernel(case):
-    """It lets the next one begin behind its own wait, counts tiles by release, and spills no sums for it."""
+    """It lets the next one begin after its own wait, counts tiles by release, and spills no sums for it."""
     kernel, arguments, options = with_progress(*case)
     compiled = compile_for("sm_90", kernel, *arguments, **options)
     control = re.findall(r"griddepcontrol\.\w+", compiled.text)

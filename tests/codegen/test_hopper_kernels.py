@@ -151,7 +151,7 @@ def kernel_with_barrier(count, out, USED: gl.constexpr, INVALIDATED: gl.constexp
 
 @pytest.mark.parametrize(("used", "invalidated"), [(True, False), (False, True), (False, False)])
 def test_memory_of_a_barrier_that_nobody_uses_is_found_to_be_used_otherwise(used, invalidated):
-    """By the check of `compile_for`, which all kernels undergo; not behind the barrier's end."""
+    """By the check of `compile_for`, which all kernels undergo; not after the barrier's end."""
     right = used or invalidated
     with contextlib.nullcontext() if right else pytest.raises(AssertionError, match="a barrier's memory"):
         compiled = compile_for("sm_90", kernel_with_barrier, INT32, INT32, used, invalidated, num_warps=4)

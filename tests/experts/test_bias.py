@@ -47,7 +47,7 @@ def test_it_is_added(ranks, low_latency, number):
 
 
 def rounded_once(ctx, low_latency):
-    """Behind the sum of ranks, in the order in which they are given, in float32; and rounded once."""
+    """After the sum of ranks, in the order in which they are given, in float32; and rounded once."""
     layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=64)
     ep = experts(ctx, layer, low_latency=low_latency)
     generator = torch.Generator().manual_seed(ctx.cur_rank)

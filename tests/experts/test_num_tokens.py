@@ -14,7 +14,7 @@ ROUNDS = (0, 5, 6, 7)
 
 
 class Whole:
-    """Tensors with room for all tokens, of which a round has some; behind these are numbers that nobody may use."""
+    """Tensors with room for all tokens, of which a round has some; after these are numbers that nobody may use."""
 
     def __init__(self, layer):
         x, ids, weights = layer.inputs("random", 0, 0)

@@ -114,7 +114,7 @@ def divided(ctx, hosts, low_latency, quantize):
         rows = torch.where(layers.there(received)[..., None], test_fp8.dequantised(received), torch.nan)
         out = ep.combine(rows.to(BF16), received)
         padded = torch.nn.functional.pad(x.float(), (0, -layer.hidden % group)).unflatten(1, (blocks, group))
-        # e4m3 has 3 bits behind the leading one, and what is small beside the largest of a block loses more.
+        # e4m3 has 3 bits after the leading one, and what is small beside the largest of a block loses more.
         error = (padded.abs() / 16 + padded.abs().amax(-1, keepdim=True) / 448 / 2**9).flatten(1)[:, : layer.hidden]
         total = (weights * (ids >= 0)).sum(dim=1, keepdim=True)
         assert ((out.float() - x.float() * total).abs() <= (error + x.float().abs() / 64) * total).all()

@@ -69,7 +69,7 @@ def compare(ctx, group, tokens=(3, 3, 3), dynamic=False, **options):
 
 
 def compare_backends(ctx, backend, graphs):
-    # Graphs are recorded behind two runs without, and replayed from then on.
+    # Graphs are recorded after two runs without, and replayed from then on.
     compare(ctx, dist.new_group(backend=backend), (3,) * 5, **{"triton.cudagraphs": graphs})
 
 

@@ -110,7 +110,7 @@ def test_a_norm_of_a_sum_is_one_operator(ranks, norm, add_up, dtype, with_residu
 
 
 def compare_gradients(ctx, norm):
-    """Of two norms one behind the other with a product between, as in a layer; weights and parts differ by rank."""
+    """Of two norms one after the other with a product between, as in a layer; weights and parts differ by rank."""
     group, report = dist.new_group(backend="cuda:iris"), FusionReport()
 
     def layer(part, residual, weight, up):

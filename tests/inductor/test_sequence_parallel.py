@@ -1,4 +1,4 @@
-"""Sequence parallelism in compiled graphs: gathers before products and scatters of sums behind them; and what stays."""
+"""Sequence parallelism in compiled graphs: gathers before products and scatters of sums after them; and what stays."""
 
 from unittest import mock
 
@@ -162,10 +162,10 @@ def several(ctx, dim, first):
 
     def function(x, large, small, bias):
         rows = funcol.all_gather_tensor_autograd(x, dim, GROUP[0])
-        # What is used of the rows before the product comes behind it.
+        # What is used of the rows before the product comes after it.
         early = rows.amax(-1) if first else None
         one = F.linear(rows, small)
-        # The weight of the large one is computed behind the small one.
+        # The weight of the large one is computed after the small one.
         two = F.linear(rows, torch.tanh(large) + 1, bias)
         return early, one, two, rows.sum(-1)
 
@@ -262,7 +262,7 @@ def train(ctx, how):
         gradient = parameter.grad.full_tensor()
         torch.testing.assert_close(gradient, alone.get_parameter(name).grad, rtol=1e-4, atol=1e-4)
     if how == "graphs":
-        # Forward, four; backward, the gradients of both scattered sums, and of the product behind the second gather.
+        # Forward, four; backward, the gradients of both scattered sums, and of the product after the second gather.
         # That of q, k and v, a sum of three products, becomes one product.
         expect(report, {GATHER: 4, SCATTER: 4})
 

@@ -122,7 +122,7 @@ def gluon_exchange(
 
 @triton.jit
 def triton_fenced(context_tensor, data, flag, n, BLOCK: tl.constexpr):
-    """A relaxed flag behind a fence is as good as a release."""
+    """A relaxed flag after a fence is as good as a release."""
     ctx = DeviceContext.initialize(context_tensor)
     offsets = tl.arange(0, BLOCK)
     if ctx.cur_rank == 0:

@@ -164,7 +164,7 @@ def test_optional_arguments(ranks, language, operation):
 
 
 def move_with_modifiers(ctx, language, operation, hint):
-    """Behind ``begin`` elements, which is a multiple of the hint; of each operation the right elements move."""
+    """After ``begin`` elements, which is a multiple of the hint; of each operation the right elements move."""
     rank, size = ctx.get_rank(), ctx.get_num_ranks()
     peer, origin, begin, n = (rank + 1) % size, (rank - 1) % size, 16, 64
     source, target = ctx.empty(128, dtype=torch.int32), ctx.zeros(128, dtype=torch.int32)

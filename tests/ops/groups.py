@@ -38,7 +38,7 @@ def where_groups_lie(sizes, layout):
     ends = torch.tensor(rooms).cumsum(0)
     begins = [end - room for end, room in zip(ends.tolist(), rooms, strict=True)]
     places = [(slice(begin, begin + count),) for begin, count in zip(begins, sizes, strict=True)]
-    # Behind the last group are rows of none.
+    # After the last group are rows of none.
     return (sum(rooms) + 3,), places, ends, torch.tensor(sizes) if layout == "padded" else None
 
 

@@ -16,7 +16,7 @@ from ops.norms import BF16, CLUSTERS, E4M3, E5M2, EPS, FP16, FP32, by, data, exp
 
 # By the all-reduce's variant: rows and columns. Rows that several programs share, in the first case so that the last
 # program gets nothing; more rows than programs, as short as can be; rows whose last part is shorter, and more of them
-# than programs; and what is left to an all-reduce and a kernel behind it.
+# than programs; and what is left to an all-reduce and a kernel after it.
 SHAPES = [
     ("one_shot", (2, 3000)), ("two_shot_push", (1, 1153)), ("one_shot", (70, 1)), ("two_shot_push", (7, 1111)),
     ("two_shot_push", (21, 200)), ("two_shot", (9, 777)),

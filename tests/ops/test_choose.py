@@ -116,7 +116,7 @@ def test_tiles_are_narrower_where_wide_ones_leave_multiprocessors_idle():
 @pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_last_sums_take_no_longer_where_products_are_deep(name, size):
-    # Two rounds of deep tiles, which would be slower than the vendor's GEMM if a part of a tile came behind them.
+    # Two rounds of deep tiles, which would be slower than the vendor's GEMM if a part of a tile came after them.
     assert choose(call(name, 1024, 8192, 28672, size=size), size, PROGRAMS, GPU, True) == WIDE
 
 
@@ -129,7 +129,7 @@ def test_tiles_are_narrow_where_the_link_waits_for_the_first():
 
 
 def test_tiles_are_wide_where_stores_go_on_beside_them():
-    # Narrow ones leave less behind the last product, which matters less the more tiles there are, and fetch more.
+    # Narrow ones leave less after the last product, which matters less the more tiles there are, and fetch more.
     assert choose(call("matmul_all_gather", 8192, 28672, 8192), 4, PROGRAMS, GPU, True).block_size_n == 256
     assert choose(call("matmul_all_gather", 8192, 8192, 8192), 4, PROGRAMS, GPU, True).block_size_n == 128
 

@@ -178,7 +178,7 @@ def test_fp8_of_eight_ranks(ranks, routing, scales, given):
 
 
 def beside(ctx, routing, narrow, weighted):
-    """combine beside the second product, in the order of its stages: the same bits as behind it."""
+    """combine beside the second product, in the order of its stages: the same bits as after it."""
     # Rows of whole 16 bytes, as TMA wants them; more experts than the last stage has, and a stage that is not whole.
     layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=272, max_tokens=40)
     ep, weights = (

@@ -48,7 +48,7 @@ def test_fp16_and_bf16(layout):
 @pytest.mark.parametrize("layout", ["padded", "expanded"])
 @pytest.mark.parametrize("scale", ["blocks", *map(thorough, (scale for scale in SCALES[:-1] if scale != "blocks"))])
 def test_fp8(layout, scale):
-    # A tile of scales of blocks may be of two blocks, of which the second may begin behind B's last column.
+    # A tile of scales of blocks may be of two blocks, of which the second may begin past B's last column.
     widths = [64, 128, 256] if "blocks" in scale else [64, 128]
     for (K, N), columns in sample([(128, 128), (16, 8), (272, 520), (400, 200)], widths):
         check(SIZES["halves"], layout, FP8, K, N, "columns", scale, config=config(columns, 128))

@@ -119,7 +119,7 @@ def by_driver(ctx):
     waited = [("begun.record", (current,)), ("senders.wait_event", (gpu.begun,))]
     own = ("copy", (kept[1][0][rank * M].data_ptr(), a[1][rank].data_ptr(), a[1][rank].nbytes, 2))
     assert made[: len(waited + sent) + 2] == [*waited, *sent, own, ("sent.record", (gpu.senders,))]
-    # To each peer two chunks and a word behind each; own rows to where they are kept and, of known calls, the peers'.
+    # To each peer two chunks and a word after each; own rows to where they are kept and, of known calls, the peers'.
     assert copy.call_count == (ROUNDS - 1) * (4 * (W - 1) + 1) + (ROUNDS - 2) * (W - 1)
     for out, given, (gathered, around) in zip(outs, a, kept, strict=True):
         assert torch.equal(gathered, torch.cat(given)) and around.count_nonzero() == gathered.count_nonzero()

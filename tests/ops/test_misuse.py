@@ -197,7 +197,7 @@ def test_tensors_on_another_device(ranks):
 
 
 def too_many(ctx):
-    """Ranks have so many words among the counts; behind these are others."""
+    """Ranks have so many words among the counts; after these are others."""
     given = [torch.zeros(shape, device=ctx.device) for shape in (OUT, A, B)]
     most, workspaces.MOST_RANKS = workspaces.MOST_RANKS, ctx.num_ranks - 1
     try:

@@ -121,7 +121,7 @@ def test_ranks_keep_their_own_results_where_they_like(ranks, name):
 
 
 def far_apart(ctx):
-    """B's rows begin 2^26 elements apart, so that the last of a block do 2^32 bytes behind the first and more."""
+    """B's rows begin 2^26 elements apart, so that the last of a block do 2^32 bytes after the first and more."""
     depth, columns, step = 64, 16, 1 << 26
     b = torch.empty((depth - 1) * step + columns, dtype=torch.float16, device=ctx.device)
     b = b.as_strided((depth, columns), (step, 1))

@@ -72,7 +72,7 @@ def test_products_over_hosts(ranks, name):
 
 
 def log_steps(ctx, name, beside):
-    """A call's products and transfers, in their order: to which host, how far behind, on how many programs."""
+    """A call's products and transfers, in their order: to which host, how far on, on how many programs."""
     log, (size, ops) = [], (ctx.num_ranks, ctx.ops)
     shift, run, rail = ops._rail.shift, ops.within._run, ops._rail
 
@@ -206,7 +206,7 @@ def test_replays_beside_rails_and_in_turn(ranks, name, config, beside):
 
 
 def by_turns_on_two_streams(ctx, name, config):
-    """A product on one stream comes behind that on the other, as on one host."""
+    """A product on one stream comes after that on the other, as on one host."""
     data, streams = rounds.Round(ctx, name), [torch.cuda.Stream() for _ in range(2)]
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
     outs = [torch.empty(data.expected(0).shape, dtype=torch.bfloat16, device=ctx.device) for _ in streams]
@@ -266,7 +266,7 @@ def test_operators_have_gradients_over_hosts(ranks):
 
 
 def normalise(ctx):
-    """The sum is that of all_reduce, bit by bit; behind it is the kernel of one host."""
+    """The sum is that of all_reduce, bit by bit; after it is the kernel of one host."""
     for rows, columns, dtype in ((5, 32, torch.bfloat16), (64, 96, torch.float32)):
         x = whole_numbers(rows, columns, dtype, "rows", ctx.cur_rank, ctx.device)
         weight = torch.linspace(0.5, 2, columns, device=ctx.device).to(dtype)

@@ -107,7 +107,7 @@ def test_rounds(ranks, name, config):
 
 
 def play_with_chunks(ctx):
-    # Of three tiles of a rank's rows one comes at a time, or two of a rank that has another one behind it.
+    # Of three tiles of a rank's rows one comes at a time, or two of a rank that has another one after it.
     with planned(ctx, Plan(together=2)), short_chunks():
         play(ctx, "all_gather_matmul", "gluon", M=257)
 

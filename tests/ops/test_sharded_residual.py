@@ -139,7 +139,7 @@ def result(ctx, layout, round, shape, dtype, out_dtype, scaling, adds, in_place)
         residual = residual[ctx.cur_rank].clone() if layout == "sharded" else residual
     scale = torch.tensor([0.25], device=ctx.device) if scaling == "given" else None
     factors = torch.empty(shape[:2], device=ctx.device) if scaling == "by row" else None
-    # Behind a collective, each by the same kernel.
+    # After a collective, each by the same kernel.
     with by(ctx, "two_shot"), mock.patch.object(AllReduceRmsNorm, "_in_one_kernel", lambda *_: None):
         ctx.ops.all_reduce_rms_norm(
             out, given, weight, EPS, residual=residual, scale=scale, row_scales=factors, residual_layout=layout

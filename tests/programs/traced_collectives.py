@@ -39,7 +39,7 @@ def sent(collective, way, size, a, b):
 
 
 def call(ctx, collective, way, rank, size):
-    """One call on data that tell ranks and places apart: yields in front of it, then whether the result is right."""
+    """One call on data that tell ranks and places apart: yields before it, then whether the result is right."""
     # Whole blocks, also for the W - 1 ranks that a broadcast deals out to.
     n = BLOCK * (size - 1)
     whole = torch.arange(size * n, dtype=torch.float32, device=ctx.device)

@@ -159,7 +159,7 @@ def test_a_count_of_several_says_how_many_and_not_who(seen, wait, found):
         return Spans(("heap", 2), np.array([64 + 4 * rank]), np.array([68 + 4 * rank]))
 
     def send(rank):
-        # Whoever comes behind the look does what those did that came before it.
+        # Whoever comes after the look does what those did that came before it.
         number = rank if rank < seen else rank + 1
         how = {"releases": True, "acquires": False, "scope": "sys", "adds": True}
         add = Synchronised(number, 1, 1, 0, FLAG, UPDATE, **how, before=rank, after=rank + 1)

@@ -5,7 +5,7 @@ from covering import thorough
 
 pytest_plugins = ["iris.sanitizer.fixture"]
 
-# Each rank stores to the next, which reads behind a barrier, or where a launch is "bad" without one. Where it "hangs",
+# Each rank stores to the next, which reads after a barrier, or where a launch is "bad" without one. Where it "hangs",
 # rank 1 waits for what nobody does. "outside": the ranks meet in a file, and not at torchrun's address.
 PROGRAM = """
 import contextlib, os, sys, tempfile

@@ -40,7 +40,7 @@ def scale_of_a_row(ctx):
 
 
 def rows_that_fill_no_tile(ctx):
-    """What a tile has behind a rank's last row is not what another rank sends."""
+    """What a tile has after a rank's last row is not what another rank sends."""
     rows, depth, columns = 40, 64, 72
     parts = [torch.randn(rows, depth, generator=torch.Generator().manual_seed(r)).to(BF16) for r in range(3)]
     b = torch.randn(depth, columns, generator=torch.Generator().manual_seed(9)).to(BF16)

@@ -51,7 +51,7 @@ def statements(flag, out, HOW: tl.constexpr):
     elif HOW == "the language's, used":
         tl.store(out, ordering.signal(flag, 1, "add"))
     else:
-        # An operation behind a dropped one has a use of its own.
+        # An operation after a dropped one has a use of its own.
         tl.store(out, 0)
         tl.store(out, tl.atomic_add(flag, 1))
 
@@ -149,7 +149,7 @@ def test_behind_a_wait_nothing_is_awaited(observed):
 
 @triton.jit
 def sends_and_stores(words, out, HOW: tl.constexpr, LANES: tl.constexpr):
-    """A message of so many lanes, and something else behind it."""
+    """A message of so many lanes, and something else after it."""
     lanes = tl.arange(0, 4)
     if HOW == "store":
         ll.write_through(words + lanes, lanes.to(tl.int64), lanes < LANES)
@@ -165,7 +165,7 @@ def sends_and_stores(words, out, HOW: tl.constexpr, LANES: tl.constexpr):
 @pytest.mark.parametrize("lanes", [0, 3])
 @pytest.mark.parametrize("how", ["store", "load", "load of all", "place"])
 def test_what_carries_its_own_arrival(monkeypatch, how, lanes):
-    """It is said of the one access; nothing that comes behind it does, also where no lane accesses anything."""
+    """It is said of the one access; nothing that comes after it does, also where no lane accesses anything."""
     recorder = MagicMock()
     monkeypatch.setattr(observer, "recorder", recorder)
     words = torch.zeros(4, dtype=torch.int64)

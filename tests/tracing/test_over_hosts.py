@@ -371,7 +371,7 @@ def test_a_rail_and_a_kernel_are_shown_at_once_on_gpus(ranks, in_a_graph):
 
 
 def trace_groups(ctx):
-    """A group has a rail of its own, made before or behind `enable`."""
+    """A group has a rail of its own, made before or after `enable`."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine, x = groups[ctx.cur_rank % 2], ctx.ones(2)
     ctx.tracing.enable()

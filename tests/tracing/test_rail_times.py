@@ -153,7 +153,7 @@ def test_a_long_program_keeps_what_can_have_a_row_and_no_more():
 
 
 def test_what_is_under_way_while_others_are_forgotten_means_what_it_did():
-    """A number is never that of two transfers: here of one that begins late, and of one behind it."""
+    """A number is never that of two transfers: here of one that begins late, and of one after it."""
     with stand_ins():
         times, late = rail_times.StreamTimes(CPU), []
         begin = times._begin

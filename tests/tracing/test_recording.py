@@ -148,7 +148,7 @@ def too_many(ctx):
     ctx.tracing.enable(max_events=10)
     launch(ctx, "triton", 8)
     timeline = ctx.tracing.timeline()
-    # The same into memory that goes on behind the room for ten.
+    # The same into memory that goes on past the room for ten.
     buffer = torch.zeros(HEADER.value + 100 * WORDS.value, dtype=torch.int64, device=ctx.device)
     buffer[ROOM.value] = 10
     ctx._record.trace_into(buffer)

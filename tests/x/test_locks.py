@@ -16,7 +16,7 @@ OPERATIONS = ["one_shot", "two_shot", "reduce_scatter", "spinlock"]
 
 
 def call(ctx, operation, number, src, dst, locks, write=0):
-    """One call of every tile, of whole numbers whose sums are exact; ``write``: to each lock in front of it, if any."""
+    """One call of every tile, of whole numbers whose sums are exact; ``write``: to each lock before it, if any."""
     values = (pattern((M, N), torch.int8, ctx.cur_rank, number) % 8).to(torch.float32).to(ctx.device)
     tile_kernels.written_lock[GRID](
         ctx.get_device_context(), values, src, dst, locks, M, N, -(-M // ctx.num_ranks), write, operation, *BLOCK

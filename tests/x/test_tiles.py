@@ -207,7 +207,7 @@ def scattered(ctx, M, columns, block, dtype, holds, locks, src_by_columns, dst_b
     grid = tiles(M, columns, block)
     locks = locks_of(ctx, grid, *locks)
     values = torch.stack([numbers((M, columns), dtype, rank, call) for call in range(CALLS)]).to(ctx.device)
-    # What lies behind the matrix is not added up, and what lies behind a rank's rows is not written.
+    # What lies past the matrix is not added up, and what lies past a rank's rows is not written.
     around = torch.full((rows * size, columns), 7, dtype=torch.float32).to(dtype)
     src = on_heap(ctx, around, src_by_columns)
     dst = matrix(partial(torch.zeros, device=ctx.device), (CALLS + 1, rows, columns), dtype, dst_by_columns)

@@ -57,7 +57,7 @@ def gather(context, src, dst, M, N, src_m, src_n, source, BM: tl.constexpr, BN: 
     data = iris.x.gather(tile, iris.x.make_tensor_view(src, M, N, src_m, src_n), source, ctx)
     rows = pid_m * BM + tl.arange(0, BM)[:, None]
     columns = pid_n * BN + tl.arange(0, BN)[None, :]
-    # The whole block, so that what is behind the edge shows too.
+    # The whole block, so that what is past the edge shows too.
     tl.store(dst + rows * (tl.num_programs(1) * BN) + columns, data)
 
 

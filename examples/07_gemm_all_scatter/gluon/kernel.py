@@ -64,7 +64,7 @@ def _tile_offsets(turn, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _load(a, b, tiles_a, tiles_b, smem_full, smem_empty, M, N, K, turns):
-    """The loader. Halves of A's blocks lie apart, one for each multiplier. What is behind an edge comes as zeros."""
+    """The loader. Halves of A's blocks lie apart, one for each multiplier. What is past an edge comes as zeros."""
     STAGES: gl.constexpr = tiles_b.shape[0]
     HALF: gl.constexpr = a.block_type.shape[0]
     BLOCK_K: gl.constexpr = b.block_type.shape[0]

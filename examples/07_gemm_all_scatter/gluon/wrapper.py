@@ -32,13 +32,13 @@ def matmul_all_scatter(ctx: iris.Iris, c: torch.Tensor, a: torch.Tensor, b: torc
             )
     mine = c[:, ctx.get_rank() * N :][:, :N]
     programs = 3 if iris.simulator.ACTIVE else ctx.get_cu_count()
-    # In front of the stores: all ranks are past what they did with the last call's result.
+    # Before the stores: all ranks are past what they did with the last call's result.
     ctx.device_barrier()
     gemm_all_scatter[(programs,)](
         ctx.get_device_context(), _blocks(a, BLOCK_M // 2, BLOCK_K), _blocks(b, BLOCK_K, BLOCK_N), mine, M, N, K,
         *c.stride(), ctx.get_num_ranks(), STAGES, num_warps=4,
     )  # fmt: skip
-    # Behind them: what the peers have stored here is visible to what comes next on this stream.
+    # After them: what the peers have stored here is visible to what comes next on this stream.
     ctx.device_barrier()
 
 

@@ -128,7 +128,7 @@ class ByTorch(Unfused):
         self.group, self.num_ranks = group, group.size()
 
     def close(self) -> None:
-        """Give back a group that was made for this. Collective, behind a barrier."""
+        """Give back a group that was made for this. Collective, after a barrier."""
         if self.group is not dist.group.WORLD:
             dist.destroy_process_group(self.group)
 

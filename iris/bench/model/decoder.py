@@ -5,8 +5,8 @@ columns of the last product, which makes the logits. What ranks exchange is left
 is given, so that one model can be run with one and with another.
 
 *A prompt* is long: its rows are split among the ranks outside of products (sequence parallelism), so each layer has two
-all-gathers, with a product behind them, and two reduce-scatters behind a product. *A step* has a row for each sequence,
-which all ranks have, so each layer has two all-reduces, with the residual and RMSNorm behind them.
+all-gathers, with a product after them, and two reduce-scatters after a product. *A step* has a row for each sequence,
+which all ranks have, so each layer has two all-reduces, with the residual and RMSNorm after them.
 
 In the place of the MLP, or beside it, may be a mixture of experts, of which each rank has E / W (`Experts`). Of a
 prompt each rank's rows go to their experts and back. Of a step each rank makes a part of the sums that the second
@@ -79,8 +79,8 @@ class LayerWeights(NamedTuple):
 
     ``qkv``: ``[hidden, (heads + 2 kv_heads) / W * head_dim]``, the queries first and the values last. ``o``:
     ``[heads / W * head_dim, hidden]``. ``gate_up``: ``[hidden, 2 intermediate / W]``, and ``down``:
-    ``[intermediate / W, hidden]``; None where there are only `Experts`. ``mlp_gain``: of the norm in front of the MLP.
-    ``next_gain``: of the norm behind it, which is the first of the next layer. Both ``[hidden]``.
+    ``[intermediate / W, hidden]``; None where there are only `Experts`. ``mlp_gain``: of the norm before the MLP.
+    ``next_gain``: of the norm after it, which is the first of the next layer. Both ``[hidden]``.
     """
 
     qkv: Tensor
@@ -222,7 +222,7 @@ class Decoder(torch.nn.Module):
         self._decode = compiler(Layer.decode) if compiler else Layer.decode
 
     def prefill(self, tokens: Tensor, *, caches: Iterable[Tensor], rotation: Rotation, by: Communication) -> Tensor:
-        """Logits behind the last token of each prompt, ``[B, vocabulary]``, on all ranks.
+        """Logits after the last token of each prompt, ``[B, vocabulary]``, on all ranks.
 
         ``tokens``: int64 ``[B, T]``, the same on all ranks, whose number divides B * T. ``caches``: a layer's each,
         which gets the keys and values of all tokens. ``rotation``: of `rotations`.
@@ -256,7 +256,7 @@ class Decoder(torch.nn.Module):
         by: Communication,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Logits behind one token of each sequence, ``[B, vocabulary]``, on all ranks.
+        """Logits after one token of each sequence, ``[B, vocabulary]``, on all ranks.
 
         ``tokens``, ``positions``: int64 ``[B]``, the same on all ranks. ``mask``: as `visible` makes it; without, all
         of the cache is attended to.
@@ -276,7 +276,7 @@ class Decoder(torch.nn.Module):
 
 
 def visible(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """The mask of a step, with caches of ``length``: 0 up to each token's position, and minus infinity behind it."""
+    """The mask of a step, with caches of ``length``: 0 up to each token's position, and minus infinity after it."""
     behind = torch.arange(length, device=positions.device) > positions[:, None]
     zeros = torch.zeros(behind.shape, dtype=dtype, device=positions.device)
     return zeros.masked_fill(behind, -torch.inf)[:, None, None]

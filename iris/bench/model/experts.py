@@ -69,14 +69,14 @@ class Experts(torch.nn.Module):
     def of_local_experts(self, rows: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
         """The sums over those of a token's experts that are here: ``[M, hidden]`` → ``[M, hidden]``.
 
-        The host knows no count: there is room for all choices, and those of other ranks' experts are behind all others.
+        The host knows no count: there is room for all choices, and those of other ranks' experts come after all others.
         """
         # Counted from the first one that is here, round to those before it.
         expert, order = ((ids.flatten() - self.first_expert) % self.num_experts).sort(stable=True)
         ends = torch.searchsorted(expert, self.local, right=True, out_int32=True)
         here = (expert < self.num_local)[:, None]
         of_choices = rows.index_select(0, order // self.top_k)
-        # Products leave out the rows behind all, forward and backward, so that there may be anything in them.
+        # Products leave out those last rows, forward and backward, so that there may be anything in them.
         if of_choices.requires_grad:
             of_choices = torch.where(here, of_choices, 0)
         return self.add_up(torch.where(here, self.multiply(of_choices, ends), 0), order, gates)

@@ -1,7 +1,7 @@
 """A decoder's steps, prompts and training steps, with each way of communicating, in one run on the same weights.
 
 A time is the median by turns with the other ways, of the ranks the slowest: of replays of a CUDA graph of one step, or
-of one pass over prompts. Training steps are called as they are, several behind each other, as a program does that does
+of one pass over prompts. Training steps are called as they are, one after the other, as a program does that does
 not look at each loss; the time is that of one. Logits, or gradients, of each way are compared with those
 of one process, which computes the same in a wider dtype from the same rounded weights.
 """
@@ -26,7 +26,7 @@ from iris.context import Iris
 
 # Of a way, and of one process in the dtype; none where nothing is compared.
 Errors = tuple[float | None, float | None]
-# One step or pass is a graph; training steps are called behind each other.
+# One step or pass is a graph; training steps are called one after the other.
 OFTEN, TRAINING = Repetitions(1, 25, 10), Repetitions(4, 7, 2)
 # Layers of the model whose gradients are compared: one process has those of all parameters at once.
 COMPARED_LAYERS = 2
@@ -114,7 +114,7 @@ class Training:
 
 
 class _Called:
-    """Calls behind each other, which are timed as a graph of them is."""
+    """Calls one after the other, which are timed as a graph of them is."""
 
     def __init__(self, ctx: Iris, call: Callable[[], object], number: int) -> None:
         self._ctx, self._call, self._number = ctx, call, number

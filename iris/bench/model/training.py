@@ -2,7 +2,7 @@
 
 Rows are split among the ranks outside of products, as those of prompts are. The logits stay split by columns: no rank
 ever has those of the whole vocabulary. Parameters that all ranks have, gains, routers and the embedding, get a part of
-their gradients on each rank, and these are added up behind the backward pass.
+their gradients on each rank, and these are added up after the backward pass.
 """
 
 from itertools import repeat
@@ -78,7 +78,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(decoder.requires_grad_(True).parameters(), lr=1e-5, fused=True)
 
     def step(self, decoder: Decoder, tokens: Tensor, *, rotation: Rotation, by: Communication) -> Tensor:
-        """Returns the loss in front of it."""
+        """Returns the loss before it."""
         self.optimizer.zero_grad()
         loss = backward(decoder, tokens, rotation=rotation, by=by)
         self.optimizer.step()

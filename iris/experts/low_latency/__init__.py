@@ -1,1 +1,1 @@
-"""dispatch and combine for few tokens: one hop, no fence, and no flag behind the data."""
+"""dispatch and combine for few tokens: one hop, no fence, and no flag after the data."""

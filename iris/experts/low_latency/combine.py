@@ -85,7 +85,7 @@ def load_weights(weights, number, places, EXTENTS: tl.constexpr):
     K: tl.constexpr = EXTENTS.K
     found = ()
     for choice in tl.static_range(K):
-        # Not behind the load of the place.
+        # Not after the load of the place.
         weight = tl.load(weights + number * EXTENTS.K + choice)
         found += (tl.where(places[choice] >= 0, weight, 0.0),)
     return found

@@ -3,7 +3,7 @@
 Over the link, in one step, from each rank to each other: 8 K bytes a token for its choices, and as much for weights;
 8 bytes for each expert there; a row for each token with an expert there, and its factors if it is of fp8. Results are
 those of `iris.experts.dispatch`, but for the bits of NaNs. There a receiver waits for flags, of which each follows what
-it stands for and is fenced from that; here nothing is behind anything else.
+it stands for and is fenced from that; here nothing is ordered after anything else.
 
 A receiver has to know how many rows an expert gets from the tokens before. Its own rank counts for each token how many
 before it have chosen the same experts; and for each expert, all that have, by one of its programs. All are few: each
@@ -217,7 +217,7 @@ def begin_token(
     own = load_experts(topk_ids + token * EXTENTS.K + k, given, EXTENTS)
     weights = tl.load(topk_weights + token * EXTENTS.K + k, mask=given & (weighted != 0), other=0)
     own_targets = load_experts(topk_ids + token * EXTENTS.K + target, (target < EXTENTS.K) & exists, EXTENTS)
-    # The compiler leaves loads in front of a barrier of the block. So they are under way while choices are counted.
+    # The compiler leaves loads before a barrier of the block. So they are under way while choices are counted.
     block_barrier()
     send_choices(
         ctx, slot, topk_ids, own=own_targets, token=token, tokens=tokens, call=call, bases=bases, EXTENTS=EXTENTS

@@ -26,20 +26,20 @@ the slot:
 
 A slice of ``rows`` and ``partials`` is written by program p of one rank, and read and cleared by program p of another:
 no two programs clear, or wait for, the same word. Rows of fp8 are shorter, and lie in the first part of ``rows``; their
-factors lie behind all of them, Lamport messages too, those of each slice in vectors of 16 bytes of their own. LL words
+factors lie after all of them, Lamport messages too, those of each slice in vectors of 16 bytes of their own. LL words
 are not cleared, so that any number of programs may read them.
 
 Who reads a word waits for it: until its stamp is n, or its elements are not zero. So only this is to be shown: no word
 is written anew before all have read the old one; and Lamport's memory is zero when it is written.
 
-1. *Between two dispatches.* Dispatch n + 1 of rank s is a launch behind combine n of s. Its program 0 has waited for
-   the word n of ``over[d]`` of each other rank d. This d has sent when its combine n began, a launch behind its
+1. *Between two dispatches.* Dispatch n + 1 of rank s is a launch after combine n of s. Its program 0 has waited for
+   the word n of ``over[d]`` of each other rank d. This d has sent when its combine n began, a launch after its
    dispatch n. So whatever d's dispatch n has read of ``choices``, ``counts``, ``sent`` and ``rows``, and cleared, it
    has before s writes it anew. In combine d reads of these only its own tokens' choices, which it writes itself.
-2. *Between two combines.* Combine n + 1 of d is a launch behind its dispatch n + 1, which has waited for ``counts`` of
-   every other rank s. They were sent by s's dispatch n + 1, a launch behind its combine n. So whatever s's combine n
+2. *Between two combines.* Combine n + 1 of d is a launch after its dispatch n + 1, which has waited for ``counts`` of
+   every other rank s. They were sent by s's dispatch n + 1, a launch after its combine n. So whatever s's combine n
    has read of ``given``, ``partials`` and ``over``, and cleared, it has before d writes it anew.
-3. *Without a combine* there is `Received.release`, which enqueues a barrier of all ranks behind dispatch n. It does for
+3. *Without a combine* there is `Received.release`, which enqueues a barrier of all ranks after dispatch n. It does for
    dispatch n + 1 what 1. does, and nothing of 2. was written. The host gives a slot to another dispatch only then.
 4. *Zero.* Memory is zero when it is made. Lamport's is written where the reader knows that it will be: a row goes to
    rank d, from a token with an expert there, and so d's dispatch, which knows the choices, reads and clears it; a sum
@@ -50,25 +50,25 @@ is written anew before all have read the old one; and Lamport's memory is zero w
    is, before a word leaves for the rank that writes next. Its stores come to this GPU's L2 cache later. (That is the
    hardware, as in `iris.ccl.one_shot`. PTX's memory model would want releases and acquires for the words of 1 and 2.)
 6. *Stamps.* ``choices`` and ``counts`` are written in each dispatch, so an old stamp is n - 1. ``sent`` is so only with
-   weights, and ``over`` and ``given`` only in combines, of which there is none behind a dispatch that is released. A
+   weights, and ``over`` and ``given`` only in combines, of which there is none after a dispatch that is released. A
    stamp of any age could be n once more, 2^32 calls later. So in every dispatch whose number has 0 or 1 in its low 16
    bits all of these are written: ``sent`` with n, whether anybody waits for it or not; ``over`` and ``given`` with
    n - 1, by each program that has waited for ``counts`` of all ranks. Combine n - 1 of these is over then, by 2., so
-   nobody waits for n - 1 any more, and combine n, a later launch of the same rank, writes behind it. An old stamp is
+   nobody waits for n - 1 any more, and combine n, a later launch of the same rank, writes after it. An old stamp is
    therefore less than 2^17 calls old.
 
-A call is one launch, or with ``async_op=True`` two, of P programs each: step 1 of a dispatch alone, and behind it the
-others; of a combine what it sends, and behind it what it receives. Both halves of dispatch n find n - 1 in ``calls``:
+A call is one launch, or with ``async_op=True`` two, of P programs each: step 1 of a dispatch alone, and after it the
+others; of a combine what it sends, and after it what it receives. Both halves of dispatch n find n - 1 in ``calls``:
 program p adds 1 at the end of the second one, and no other launch of the slot lies in between, since the host gives it
 to no other dispatch before the second half of the combine is enqueued. Both halves of combine n find n, as they are
-behind the second half of the dispatch, which returns what a combine is given. "A launch behind" dispatch n or combine n
-is therefore behind both halves. In 1. ``over`` is sent in the first half of combine n, and so behind all that dispatch
-n reads, and waited for in the second, which dispatch n + 1 is behind. In 2. ``counts`` is sent in the first half of
-dispatch n + 1 of s, behind all that its combine n reads, and waited for in the second half of that of d, which all of
-d's combine n + 1 is behind. What is refreshed by 6. is written in second halves, behind the same wait.
+after the second half of the dispatch, which returns what a combine is given. "A launch after" dispatch n or combine n
+is therefore after both halves. In 1. ``over`` is sent in the first half of combine n, and so after all that dispatch
+n reads, and waited for in the second, which dispatch n + 1 comes after. In 2. ``counts`` is sent in the first half of
+dispatch n + 1 of s, after all that its combine n reads, and waited for in the second half of that of d, which all of
+d's combine n + 1 comes after. What is refreshed by 6. is written in second halves, after the same wait.
 
 Who may wait for whom: a dispatch sends all that it has to send before it waits for anything. So does a combine, but for
-sums by weights that are given: these it sends behind the weights of others, which all have sent before they wait.
+sums by weights that are given: these it sends after the weights of others, which all have sent before they wait.
 
 All of a rank's calls follow each other: on one stream, or on several that wait for each other.
 """

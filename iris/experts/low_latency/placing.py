@@ -55,7 +55,7 @@ def factors_of_slice(FORM: tl.constexpr, EXTENTS: tl.constexpr):
 
 @triton.jit
 def regions(slot, number, element: tl.constexpr, FORM: tl.constexpr, EXTENTS: tl.constexpr):
-    """Where this program's slice of row ``number`` of all ranks' is in ``rows``, and its factors, behind all rows."""
+    """Where this program's slice of row ``number`` of all ranks' is in ``rows``, and its factors, after all rows."""
     SLICE: tl.constexpr = pitch_of(EXTENTS.COLUMNS, element)
     FACTORS: tl.constexpr = pitch_of(factors_of(FORM, EXTENTS), tl.float32)
     each = tl.cast(number, tl.int64) * EXTENTS.SPLIT + slice_of(EXTENTS)

@@ -104,7 +104,7 @@ def cdna3_all_gather_matmul(
         at = TilePlace(slab * BLOCK_M, pid_n * BLOCK_N, m)
         x, y = fetch_both(Matrix(left, K, 1), b, at, 0, N=N, K=K, TILING=TILING)
         for number in range(first, tiles, programs):
-            # Behind the last tile there is none: this one will do, for which nothing is waited for any more.
+            # After the last tile there is none: this one will do, for which nothing is waited for any more.
             following = gl.where(number + programs < tiles, number + programs, number)
             next_owner, next_slab, next_n = tile_of(following, rank=rank, W=W, slabs=slabs, tiles_n=tiles_n)
             next_left = rows_of(

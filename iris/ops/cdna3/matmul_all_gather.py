@@ -5,7 +5,7 @@ Compiled for gfx942 and gfx950 and run in the simulator; never run on an AMD GPU
 Over the link, each rank: its ``[M, N]`` of the result to every peer, W - 1 times M N elements out, in one step. A tile
 travels while the next one is multiplied.
 
-Peers' memory is written by plain stores. The release behind the last of them is in `await_done`: each wavefront waits
+Peers' memory is written by plain stores. The release after the last of them is in `await_done`: each wavefront waits
 until its own stores are done, all meet, and one writes back what the L2 still has (`iris.language.fences`).
 """
 
@@ -23,7 +23,7 @@ from iris.ops.kernel_arguments import TilePlace
 
 @gluon_jit
 def tile_of(number, tiles_m, tiles_n, TILING: gl.constexpr):
-    """The first row and column of a tile. Behind the last one there is none: the last will do, which nobody uses."""
+    """The first row and column of a tile. After the last one there is none: the last will do, which nobody uses."""
     pid_m, pid_n = swizzle_tile(gl.minimum(number, tiles_m * tiles_n - 1), tiles_m, tiles_n, TILING.GROUP)
     return pid_m * TILING.BLOCK_M, pid_n * TILING.BLOCK_N
 

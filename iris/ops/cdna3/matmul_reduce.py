@@ -9,7 +9,7 @@ on every rank each then stores its sums to all.
 Over the link, each rank: (W - 1) / W times M N elements out, in one step; for all rows twice that, in two. Parts travel
 in the type of the result, as they do through the vendor's library, and are added up in float32, in the order of ranks.
 
-A tile is announced behind the *next* product: by then its stores are done, and the release, in front of which every
+A tile is announced after the *next* product: by then its stores are done, and the release, before which every
 wavefront waits for its own, waits for nothing. Nobody waits in a circle: between a program's stores and their
 announcement comes a product, but no wait for a peer.
 
@@ -32,7 +32,7 @@ from iris.ops.kernel_arguments import TilePlace
 def tile_of(number, rank, M, share, tiles_m, tiles_n, W: gl.constexpr, TILING: gl.constexpr):
     """Whose rows the tile is of, its number among theirs; its first row and column, and where the owner's rows end.
 
-    Behind the last tile there is none: the last will do, which nobody uses.
+    After the last tile there is none: the last will do, which nobody uses.
     """
     tiles = tiles_m * tiles_n
     number = gl.minimum(number, W * tiles - 1)

@@ -11,8 +11,8 @@ registers meanwhile: these are the two buffers, so that shared memory has to hol
 The barriers are the compiler's: it puts one between accesses of shared memory by different threads.
 
 Steps go on over the edge of a tile: the last one of a tile begins to load what the next tile needs first. So nothing
-waits between tiles; and these loads are in front of what the program then stores to peers. A wavefront counts its
-loads and stores together and in order (vmcnt; AMD Instinct MI300 ISA, "S_WAITCNT"), so loads behind the stores would be
+waits between tiles; and these loads come before what the program then stores to peers. A wavefront counts its
+loads and stores together and in order (vmcnt; AMD Instinct MI300 ISA, "S_WAITCNT"), so loads after the stores would be
 waited for until all of them had arrived over the link.
 
 A and B are the same here: lines, each of K elements, which are rows of A and columns of B. In shared memory lines lie
@@ -112,7 +112,7 @@ def fetch(
     BLOCK_K: gl.constexpr,
     BY_LINES: gl.constexpr,
 ):
-    """Begin to load LINES lines from ``line`` on, elements from ``k`` on: zeros behind ``lines`` and ``K``.
+    """Begin to load LINES lines from ``line`` on, elements from ``k`` on: zeros past ``lines`` and ``K``.
 
     The place of the tile is a scalar of 64 bits; the offsets in it have 32, as those of buffer loads do. What is masked
     off is out of a buffer's range, and read as zeros (AMD Instinct MI300 ISA, "Range checking"). To say so would cost a
@@ -161,7 +161,7 @@ def fetch_both(a, b, place, k, N, K, TILING: gl.constexpr):
 def product(x, y, a, b, place, next_a, following, N, K, TILING: gl.constexpr):
     """The tile at ``place``, in float32; and the first x and y of the ``following`` one, which are on their way.
 
-    ``x``, ``y``: this one's. Behind where a tile's rows end there are zeros. ``next_a``: where the rows of the
+    ``x``, ``y``: this one's. Past where a tile's rows end there are zeros. ``next_a``: where the rows of the
     following one are.
     """
     BLOCK_M: gl.constexpr = TILING.BLOCK_M

@@ -1,13 +1,13 @@
 """The gradient of `experts_mlp`'s activation, and what the gradients beside it take of the same rows, in one pass.
 
 A row of this rank's experts has h, what its token times the expert's first matrix is; d, its token's gradient times the
-second matrix; and a weight w in the token's sum. With a = act(h) the passes behind this one take
+second matrix; and a weight w in the token's sum. With a = act(h) the passes after this one take
 
     w a             [R, I]      for the gradient of the second matrix
     w d act'(h)     [R, 2 I]    that of h, for the gradients of the first matrix and of the tokens
     a . d           [R]         that of w
 
-Each element of h and d is read once. Rows of no group are neither read nor written. What is behind a group's rows in
+Each element of h and d is read once. Rows of no group are neither read nor written. What is after a group's rows in
 its room is zeroed, since sums over a group's room read it. Programs find their tiles as those of grouped GEMMs do
 (`iris.ops.grouped.groups`).
 """

@@ -17,7 +17,7 @@ ACTIVATIONS = (None, "silu_and_mul")
 NUMBERS = (torch.int32, torch.int64)
 # Groups at most: each program has the ends of all of them in its registers.
 MOST_GROUPS = 1024
-# Their numbers are of 32 bits, also behind the last tile.
+# Their numbers are of 32 bits, also past the last tile.
 MOST_ROWS = (1 << 31) - 4096
 DEBUGGING = debugging()
 

@@ -6,7 +6,7 @@ Tiles that are computed at one time then are of few groups, and share B in the L
 
 Each program finds its tiles by itself. At its start it loads the rows of all groups, one vector of at most a few KiB
 which the L2 cache holds, and forms the running sum of their tiles: one scan of a block. The group of a tile is how many
-groups end at or before its number: one comparison and one sum of a vector, with no memory behind it. For 256 groups
+groups end at or before its number: one comparison and one sum of a vector, with no load after it. For 256 groups
 these are two elements a thread of a block, or eight of a warp: tens of cycles beside a tile's ten thousands. A walk
 from group to group instead, which a kernel for few large groups may do, is 256 dependent steps for each program where
 each group has a few rows (decoding).
@@ -22,7 +22,7 @@ from iris.language.jit import jit
 def rows_of(groups, group, E, room):
     """The first row of these groups, in the matrix in which they lie, and how many rows they have.
 
-    ``groups``: a `GroupedRows`. ``room``: the rows of that matrix. A group behind the last of ``E`` has none. Whatever
+    ``groups``: a `GroupedRows`. ``room``: the rows of that matrix. A group after the last of ``E`` has none. Whatever
     the numbers are, the rows are inside of the matrix, and those of a group before those of the next one's room.
     """
     there = group < E
@@ -44,7 +44,7 @@ def rows_of(groups, group, E, room):
 def group_of(number, ends):
     """Which group a tile is of, and the number of that group's first tile.
 
-    ``ends``: of each group, the number of the tile behind its last.
+    ``ends``: of each group, the number of the tile after its last.
     """
     before = ends <= number
     return tl.sum(before.to(tl.int32), axis=0), tl.max(tl.where(before, ends, 0), axis=0)

@@ -14,7 +14,7 @@ def groups_up_to(number: int) -> int:
 class GroupedMatrix(NamedTuple):
     """Matrices by the address of the first one's first element, and elements from a matrix, row and column to the next.
 
-    Where groups lie behind each other in one matrix, its ``group_stride`` is 0.
+    Where groups lie one after the other in one matrix, its ``group_stride`` is 0.
     """
 
     ptr: Any
@@ -27,7 +27,7 @@ class GroupedRows(NamedTuple):
     """Which rows are a group's. What is None is left out: `iris.ops.grouped.groups.rows_of`."""
 
     offs: Any
-    """int32 or int64, the row behind the room of each group; None if each group has as much room in a matrix of its
+    """int32 or int64, the row after the room of each group; None if each group has as much room in a matrix of its
     own."""
     counts: Any
     """int32 or int64, how many rows of its room each group has; None for all of them."""

@@ -55,19 +55,19 @@ def grouped_mm(
     On one GPU, without communication and without a context; on the current stream, in the order of its work. The host
     does not wait for the GPU: groups are read by the kernel, so a CUDA graph may be replayed with others. The first
     call of its kind compiles a kernel; make one before a capture. As `torch.nn.functional.grouped_mm`, whose ``offs``
-    these are, and besides with groups that have padding behind them.
+    these are, and besides with groups that have padding after them.
 
     Parameters
     ----------
     mat_a : ``[rows, K]``, or ``[E, capacity, K]``
-        Compact: the rows of all groups behind each other, as ``offs`` and ``counts`` say. Expanded: a matrix for each
+        Compact: the rows of all groups one after the other, as ``offs`` and ``counts`` say. Expanded: a matrix for each
         group, whose first ``counts[g]`` rows it has. Any strides. fp16, bf16, fp32 or fp8.
     mat_b : ``[E, K, N]``
         A matrix for each group, 1024 at most, of the dtype of ``mat_a``. Any strides. Hopper is fastest where columns
         are contiguous, as in ``weight.transpose(1, 2)`` of a weight ``[E, N, K]``; of fp8 the kernel for Hopper takes
         no others.
     offs : int32 or int64 ``[E]``, on the device
-        Of a compact A: the row behind each group's, padding included. Group g begins at row ``offs[g - 1]``, group 0 at
+        Of a compact A: the row after each group's, padding included. Group g begins at row ``offs[g - 1]``, group 0 at
         row 0; these may be any rows. They do not decrease, and none is above the number of rows. Rows from ``offs[-1]``
         on are of no group.
     counts : int32 or int64 ``[E]``, on the device

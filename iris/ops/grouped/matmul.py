@@ -6,7 +6,7 @@ of bf16, or 412 of fp8, before the operations take longer. Below that a tile has
 that no weight is read twice; above it tiles of GROUP rows of tiles share columns of B, and of A, in the L2 cache.
 
 Programs find their tiles from counts on the device (`iris.ops.grouped.groups`). Rows of no group are neither read nor
-written. Sums are formed in float32, and rounded once, behind scales and activation.
+written. Sums are formed in float32, and rounded once, after scales and activation.
 """
 
 import triton

@@ -1,13 +1,13 @@
 """The adder's part of a sum: what all ranks have sent of this rank's tiles, added up by a warp of its own.
 
-A unit is a panel of a tile, so that the last tiles, which come behind all products, are shared by many programs. Who is
+A unit is a panel of a tile, so that the last tiles, which come after all products, are shared by many programs. Who is
 done with one takes the next (`iris.ops.hopper.tile_scheduler`). Parts lie in this rank's memory, a slice for each rank.
 A warp does not have the registers to load as much at a time as hides what that takes; copies by TMA need none. So
 pieces of `STRIP` rows by `PANEL` columns arrive in a ring in shared memory, and each that has been used makes room for
 the next one. Sums are stored from registers, to this rank or to all.
 
 ``landed[s]``, an mbarrier: the bytes of slot s are there. Completed by TMA, awaited by the adder, which fetches into
-the slot again behind a barrier of its warp, when all threads have read it.
+the slot again after a barrier of its warp, when all threads have read it.
 """
 
 import triton
@@ -43,7 +43,7 @@ class Landing:
 
 @gluon_jit
 def make_landing(parts):
-    """For pieces that the descriptor ``parts`` fetches. `make_pipeline` comes behind, and shows the barriers to TMA."""
+    """For pieces that the descriptor ``parts`` fetches. `make_pipeline` comes next, and shows the barriers to TMA."""
     pieces = gl.allocate_shared_memory(parts.dtype, [SLOTS, 1, STRIP, PANEL], parts.layout)
     return Landing(pieces, barriers(SLOTS, 1))
 
@@ -62,7 +62,7 @@ def add(pipeline, landing, units, order, ctx, counts, parts, bias, out, out_ctx,
     """The adder's part: sums of this rank's rows, to ``out``, or all ranks' copies of it, in the memory of ``out_ctx``.
 
     ``parts``: the descriptor of ``[W, share, N]`` that all ranks store to. Parts are added in float32 and in the order
-    of ranks. A tile is there when all ranks have told so: with release behind their stores, and the wait acquires.
+    of ranks. A tile is there when all ranks have told so: with release after their stores, and the wait acquires.
     """
     W: gl.constexpr = ctx.num_ranks
     PANELS: gl.constexpr = pipeline.products.shape[0] // 2
@@ -83,7 +83,7 @@ def add(pipeline, landing, units, order, ctx, counts, parts, bias, out, out_ctx,
         order_bulk_copies()
         for number in gl.static_range(min(SLOTS, PIECES)):
             fetch_piece(landing, parts, W=W, row=row, column=column, number=number, begun=begun)
-        # While the first pieces are on their way. Panels have a ticket of their own, behind that of tiles.
+        # While the first pieces are on their way. Panels have a ticket of their own, after that of tiles.
         following = take(units.ticket + 1, count, units.epoch)
         columns = column + gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))
         number = 0

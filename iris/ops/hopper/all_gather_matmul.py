@@ -1,7 +1,7 @@
 """out = the rows of all ranks' A, times B: copy engines send A, and the loader waits for what it fetches.
 
 A rank's rows are cut in chunks. `start` meets all ranks, so that their memory may be written; then the copy engine
-sends each chunk to a peer, and behind it, on the same stream, one word: the epoch, into ``arrived`` of that chunk there
+sends each chunk to a peer, and after it, on the same stream, one word: the epoch, into ``arrived`` of that chunk there
 (`iris.ops.hopper.sender`). All multiprocessors multiply, from the rank's own rows on, which nobody has to send; then
 the rows of its right neighbour, and so on, which is the order in which they come. What comes last may be multiplied by
 several programs a tile (`iris.ops.hopper.split_k`).
@@ -15,7 +15,7 @@ multiprocessor moves any of it (docs/performance-lessons.md, "Copy engines").
 Why a chunk is there when its word is: copies of a stream follow each other (CUDA C++ Programming Guide, "Streams").
 That a kernel which runs on the peer meanwhile sees them in this order is what the hardware does, and not what the guide
 promises; `tests/ops/test_rounds.py` looks for the opposite. The loader reads the word with acquire, and orders its TMA
-behind that. Why both may be written again in the next call: its `start` is a barrier of all ranks, which a rank reaches
+after that. Why both may be written again in the next call: its `start` is a barrier of all ranks, which a rank reaches
 when its last call is over.
 """
 
@@ -196,7 +196,7 @@ def hopper_all_gather_matmul(
     """A is this rank's ``[m, K]``, gathered ``[W, chunks * chunk, K]``, by rows; ``out``: ``[W * m, N]``, anywhere.
 
     ``extents.chunk``: a multiple of ``BLOCK_M``. Rows that arrive together begin where a tile does, so that none is
-    fetched while it arrives. The rows of a tile behind a rank's last one are padding.
+    fetched while it arrives. The rows of a tile past a rank's last one are padding.
 
     ``epilogue``: its scales are float32, one number each, or with ``SCALE_A_PER_ROW`` ``[W * m]`` and with
     ``SCALE_B_PER_COLUMN`` ``[N]``; or None.

@@ -25,7 +25,7 @@ OPERANDS = ELEMENTS | {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl
 # Elements of a tile at most: its sums are in registers, and those of fp8 twice (`iris.ops.hopper.pipeline.multiply`).
 LARGEST_TILE, LARGEST_TILE_OF_FP8 = 128 * 256, 128 * 128
 SHARED_MEMORY = 227 << 10
-# Chunks that a rank's rows of A are sent in, at most, and bytes of one, at least: what comes behind a copy costs time.
+# Chunks that a rank's rows of A are sent in, at most, and bytes of one, at least: what comes after a copy costs time.
 # And rows: for each chunk all of B is read, which takes longer than to multiply 128 rows by it.
 MOST_CHUNKS, LEAST_CHUNK_BYTES, LEAST_CHUNK_ROWS = 4, 8 << 20, 256
 
@@ -67,7 +67,7 @@ def problem(call: Call, config: FusedConfig) -> str | None:
     # The tensor cores take 32 bytes of each row at a time.
     if config.block_size_k * call.a.itemsize < 32:
         return f"block_size_k={config.block_size_k} is less than a product takes; {32 // call.a.itemsize} is the least"
-    # A stage is free when the product behind it has begun.
+    # A stage is free when the product after it has begun.
     if stages(call, config) < 2:
         return f"block_size_k={config.block_size_k} leaves no room for two tiles of A and B; 64 does"
     return None

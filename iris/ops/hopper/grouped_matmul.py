@@ -1,8 +1,8 @@
 """out[r] = A[r] B[g], for the rows r of each group g: grouped GEMM by warps with roles.
 
 The roles are those of `iris.ops.hopper.pipeline`: a loader (TMA), two multipliers (wgmma), a writer. A and B are one
-matrix each to TMA: groups of A lie behind each other, and so do the matrices of B, whose tile begins where its
-group's does. What a tile fetches behind its group's rows or columns is thrown away: products of a row or column depend
+matrix each to TMA: groups of A lie one after the other, and so do the matrices of B, whose tile begins where its
+group's does. What a tile fetches past its group's rows or columns is thrown away: products of a row or column depend
 on no other one.
 
 Two limits, as in `iris.ops.grouped.matmul`: operations, and the bytes of the weights. A tile has 128 rows, which is
@@ -17,7 +17,7 @@ program has left them once.
 Another kernel may run beside the end of this one, and use what is finished (`iris.ops.grouped.stages`). It is the next
 on the stream, and may begin when all programs of this one have: so it never takes a place that one of these waits for.
 It finds room when the last LEAVING programs end, before the others, which share what is left. The writer counts a tile
-when its results are stored: a release behind its barrier.
+when its results are stored: a release after its barrier.
 """
 
 import triton
@@ -62,7 +62,7 @@ def for_each_warp(groups, warps):
 
 @aggregate
 class Tiles:
-    """The tiles of all groups, by number. In shared memory, of each group: the tile behind its last, its first row,
+    """The tiles of all groups, by number. In shared memory, of each group: the tile after its last, its first row,
     and how many rows it has."""
 
     ends: gl.shared_memory_descriptor

@@ -127,7 +127,7 @@ def scaled_sums(
 ):
     """The same of fp8 with scales for blocks of K: of each of the tile's parts; of the first, if there is one.
 
-    A stage's scales are loaded behind the last products of the stage before. That one's are not needed any more then,
+    A stage's scales are loaded after the last products of the stage before. That one's are not needed any more then,
     but as factors: else the loaded ones would be copied over them, and a copy waits for the load.
     """
     S: gl.constexpr = TILING.STAGES
@@ -140,7 +140,7 @@ def scaled_sums(
     if FORM.GATED:
         behind = extents.N
     else:
-        # Behind the last column is no second part, and no scale of one.
+        # After the last column there is no second part, and no scale of one.
         behind = gl.where(place[4] + COLUMNS < extents.N, COLUMNS, 0)
     of_rows, of_first, of_second = factors_of_stage(place, scale_a, scale_b, zeros, behind=behind, block=0, HALF=HALF)
     for block in range(blocks):
@@ -151,7 +151,7 @@ def scaled_sums(
         if TILING.PARTS == 2:
             first += warpgroup_mma_wait(0, deps=[product]) * first_factors
             product = begin_part(pipeline, stage, zeros, HALF=HALF, PART=1)
-        # Behind the last one it once more.
+        # After the last one, that one once more.
         following = gl.minimum(block + 1, blocks - 1)
         of_rows, of_first, of_second = factors_of_stage(
             place, scale_a, scale_b, zeros, behind=behind, block=following, HALF=HALF

@@ -4,12 +4,12 @@ Stores that the link does not take at once hold up what the same multiprocessor'
 out one after the other what it is asked for, and on their further way, as ordinary stores do, too. Tiles are ready on
 all multiprocessors at about the same time; if all sent theirs at once, the link would be too slow for a while and the
 product stand still, and then the link would have nothing to do (docs/performance-lessons.md, "Sending beside a
-product"). So the strips of a tile leave by turns, evenly over the time until the next tile is ready. Behind a program's
+product"). So the strips of a tile leave by turns, evenly over the time until the next tile is ready. After a program's
 last tile there is no product to hold up, and they leave at once.
 
 The time is what the product of the tile has taken, by the first multiplier's clock. The multiplier leaves it in shared
-memory in front of the products, when the writer has emptied these of the last tile, and so has read its time. What the
-multiplier waited for behind the product is not in it: strips that once came late would have those behind them take as
+memory before the products, when the writer has emptied these of the last tile, and so has read its time. What the
+multiplier waited for after the product is not in it: strips that once came late would have those after them take as
 long.
 """
 
@@ -25,7 +25,7 @@ from iris.ops.hopper.tile_scheduler import one_element
 
 @gluon_jit
 def leave_time(took, time):
-    """A multiplier, in front of the products that took so many cycles."""
+    """A multiplier, before the products that took so many cycles."""
     took.store(gl.full([1], 0, gl.int64, one_element(gl.num_warps())) + time)
 
 

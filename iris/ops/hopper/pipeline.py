@@ -171,7 +171,7 @@ def load_tile(pipeline, a, b, row, column, K, split, splits, step, TRANS_A: gl.c
 
     ``step``: tiles of A and B that have been fetched so far; the new number is returned.
 
-    What lies by columns is described as its transpose. Behind the edges of the matrices are zeros.
+    What lies by columns is described as its transpose. Past the edges of the matrices are zeros.
     """
     S: gl.constexpr = pipeline.tiles_b.shape[0]
     HALF: gl.constexpr = pipeline.products.shape[2]

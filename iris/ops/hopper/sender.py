@@ -26,7 +26,7 @@ class Sender:
         self._stream = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            # For all calls: a stream that waits for one waits for what it was recorded behind by then.
+            # For all calls: a stream that waits for one waits for what was enqueued before its last record.
             self._begun, self._sent = torch.cuda.Event(), torch.cuda.Event()
             self._copy_on_stream = copier()
         args = (buffers.context_tensor, buffers.counts, size)
@@ -34,7 +34,7 @@ class Sender:
         # Before the first call: compiling must not keep a peer waiting.
         self._start = prepare(start, (1, 1, 1), *args, num_warps=1)
         self._epoch = buffers.counts[:1]
-        # Which rows go where, and the word behind them: in the simulator as tensors. For the driver as bytes: where
+        # Which rows go where, and the word after them: in the simulator as tensors. For the driver as bytes: where
         # they begin in A, to which address they go, how many they are, and the word's address.
         self._jobs: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
         self._moves: list[tuple[int, int, int, int]] = []
@@ -52,7 +52,7 @@ class Sender:
                 self._moves.append((begin * depth * place.itemsize, place.data_ptr(), place.nbytes, word.data_ptr()))
 
     def send(self, a: torch.Tensor, kept: torch.Tensor | None) -> None:
-        """Enqueue the start on the current stream and behind it, on another, the copies.
+        """Enqueue the start on the current stream and after it, on another, the copies.
 
         ``a``: ``[rows, depth]``, contiguous. ``kept``: where the rows are left besides, if anywhere.
         """
@@ -76,7 +76,7 @@ class Sender:
         self._sent.record(self._stream)
 
     def join(self) -> None:
-        """What is enqueued on the current stream from here on comes behind the copies."""
+        """What is enqueued on the current stream from here on comes after the copies."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_event(self._sent)
 

@@ -60,7 +60,7 @@ class Units:
     def at(self, number):
         """The tile of a unit, which split of it this is, and of how many."""
         if self.SPLIT:
-            # Behind the tiles that are whole.
+            # After the tiles that are whole.
             behind = number - (self.tiles - self.last)
             return (
                 gl.where(behind < 0, number, number - behind + behind // self.splits),
@@ -133,7 +133,7 @@ def partial_of(units, tile, split, like, HALF: gl.constexpr):
 def hand_over(units, tile, split, products, HALF: gl.constexpr):
     """Leave the products of any split but the last.
 
-    The count is released behind them, for this GPU, whose programs alone acquire it, in `add_up`.
+    The count is released after them, for this GPU, whose programs alone acquire it, in `add_up`.
     """
     values = flat(products)
     gl.store(partial_of(units, tile, split, values, HALF=HALF), values)

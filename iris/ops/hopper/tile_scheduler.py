@@ -2,9 +2,9 @@
 
 Programs that send do not keep pace: the link takes more of some multiprocessors' stores than of others', by a tenth or
 two (docs/performance-lessons.md, "Who is done takes the next"). So only its first unit is a program's own from the
-start. Its loader, which is ahead of the other roles, draws a ticket for each further one (`iris.ops.counts`) behind the
+start. Its loader, which is ahead of the other roles, draws a ticket for each further one (`iris.ops.counts`) after the
 loads of the one before, where the ring of stages is full, and tells the others through a ring of numbers in shared
-memory. A program draws one behind each of its units, so all draw as many as there are units, in every call.
+memory. A program draws one after each of its units, so all draw as many as there are units, in every call.
 
 Programs that send nothing keep pace, and the L2 cache has for one what another has loaded. Their units are their own
 from the start, as many apart as there are programs.
@@ -45,7 +45,7 @@ def take(ticket, count, epoch):
 
 @gluon_jit
 def publish_next(pipeline, units, number, nth):
-    """The loader, behind the ``nth`` unit of this program, ``number``: takes the next, and tells the other roles."""
+    """The loader, after the ``nth`` unit of this program, ``number``: takes the next, and tells the other roles."""
     if not pipeline.BY_TICKETS:
         return number + gl.num_programs(0)
     number = take(units.ticket, units.count(), units.epoch)
@@ -59,7 +59,7 @@ def publish_next(pipeline, units, number, nth):
 
 @gluon_jit
 def await_next(pipeline, units, number, nth):
-    """Another role: which unit comes behind the ``nth`` of this program, ``number``."""
+    """Another role: which unit comes after the ``nth`` of this program, ``number``."""
     if not pipeline.BY_TICKETS:
         return number + gl.num_programs(0)
     slot = nth % SLOTS

@@ -5,7 +5,7 @@
 
 The first lines of a program say what is wrong, ``KIND`` is what the sanitizer has to call it, and ``RANKS`` how many
 ranks it needs if not 2. The lines that a report has to name end in ``# first`` and, where there are two, ``# second``:
-the access that comes first in the corrected program, and the one behind it. Where no order is meant, either.
+the access that comes first in the corrected program, and the one after it. Where no order is meant, either.
 """
 
 from collections.abc import Callable
