@@ -111,8 +111,7 @@ class Pool:
         self._blocks: dict[int, _Block] = {}
         self._deaths: deque[tuple[int, bool]] = deque()
         self._capturing = is_current_stream_capturing if device.type == "cuda" else bool
-        # By their handles, which are looked up at once. To make a Stream object, or to compare two, takes longer than
-        # all else that a request does.
+        # By their handles, by which blocks know them: to make a Stream object costs the host ten times as much.
         self._streams: dict[Any, Any] = {}
         # Those that have died, by the stream that may have them next, and their room.
         self._idle: dict[tuple[Any, int], list[_Block]] = defaultdict(list)
@@ -240,6 +239,7 @@ class Pool:
             return block
         found = self._cut(room, stream)
         if found is None and any(self._idle.values()):
+            # As in `lacking`, more memory is for sizes that come again.
             if self.size < 2 * self._most_at_once:
                 self._refused = max(self._refused, room)
             self._gather()

@@ -125,6 +125,17 @@ def test_a_program_that_repeats_itself_waits_for_no_stream(pool):
     assert pool.size == 2 * ROOM and not streams[0].waits and not streams[1].waits
 
 
+def test_room_in_pieces_that_are_too_small_is_lacking(pool):
+    pool.add(create(Group(None), ROOM, torch.device("cpu")))
+    for size in (ROOM // 2, ROOM // 4):
+        bytes_of(pool, size)
+    held = [bytes_of(pool, size) for size in (3 * ROOM // 4, ROOM // 2)]
+    assert pool.lacking(ROOM // 2, torch.uint8) == 0
+    held.append(bytes_of(pool, ROOM // 2))  # of two quarters, of which one had been in use
+    assert all(block.region for block in pool._blocks.values())
+    assert pool.lacking(ROOM // 4, torch.uint8) == ROOM // 2
+
+
 def test_sizes_that_never_come_again_take_twice_their_room_at_most(pool):
     for size in range(KIB, ROOM, KIB):
         bytes_of(pool, size)
