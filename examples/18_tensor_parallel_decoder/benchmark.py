@@ -1,4 +1,4 @@
-"""A tensor-parallel decoder: see README.md. -m: sequences at most, -n: tokens of a prompt, -k: tokens behind it."""
+"""A tensor-parallel decoder: see README.md. -m: sequences at most, -n: tokens of a prompt, -k: tokens after it."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A mixture of experts, served and trained: see README.md. -m: sequences, -n: a prompt's tokens, -k: those behind."""
+"""A mixture of experts, served and trained: see README.md. -m: sequences, -n: a prompt's tokens, -k: those after."""
 
 import copy
 import sys

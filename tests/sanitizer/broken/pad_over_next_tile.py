@@ -1,4 +1,4 @@
-"""Each program clears the padding behind its tile. Only the last tile has one: behind the others is the next tile.
+"""Each program clears the padding after its tile. Only the last tile has one: after the others is the next tile.
 
 Which of the two programs writes last is chance.
 """
