@@ -62,7 +62,7 @@ def test_a_block_is_filled_outside_the_tensor(padding, row, column):
 def test_no_block_is_stored_in_front_of_the_tensor(row, column):
     target = torch.zeros(10, 48, dtype=torch.bfloat16)
     block = kernels.descriptor(target, [16, 64])
-    with pytest.raises(ValueError, match=rf"stored at \[{row}, {column}\]: .* in front of the tensor") as caught:
+    with pytest.raises(ValueError, match=rf"stored at \[{row}, {column}\]: .* begins before the tensor") as caught:
         kernels.write_block[(1,)](block, target, torch.zeros(1, dtype=torch.bfloat16), row, column, 16, 64, "read")
     assert "write_block" in [frame.name for frame in caught.traceback]
 
