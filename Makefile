@@ -72,7 +72,7 @@ test-collectives:
 test-over-hosts:
 	$(RUN) $(PYTEST) $(addprefix tests/,$(OVER_HOSTS) $(OF_HOSTS_HERE))
 
-# Make begins a part that waits for a setting up behind all others.
+# Make begins a part that waits for a setting up after all others.
 test-compiled: $(if $(IRIS_TEST_ALL),setup-oldest)
 	IRIS_SIMULATOR=0 $(RUN) $(PYTEST) tests/codegen
 	$(if $(IRIS_TEST_ALL),$(RUN) scripts/digests.py)

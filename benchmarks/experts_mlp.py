@@ -1,4 +1,4 @@
-"""How fast a layer of experts is as one call, beside its parts one behind the other, on the GPUs of this host.
+"""How fast a layer of experts is as one call, beside its parts one after the other, on the GPUs of this host.
 
     PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/experts_mlp.py --output experts_mlp.json
     PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/experts_mlp.py --tokens 512 --tokens 4096 --kind fp8

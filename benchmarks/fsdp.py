@@ -84,7 +84,7 @@ def milliseconds(model: torch.nn.Module, x: torch.Tensor, steps: int) -> tuple[l
 @click.option("--width", default=4096, help="of the residual stream")
 @click.option("--layers", default=16)
 @click.option("--tokens", default=4096, help="of each rank")
-@click.option("--steps", default=20, help="measured, behind as many that are not")
+@click.option("--steps", default=20, help="measured, after as many that are not")
 @click.option("--share-gpu", is_flag=True, help="all ranks on GPU 0")
 def main(ways: tuple[str, ...], width: int, layers: int, tokens: int, steps: int, share_gpu: bool) -> None:
     on_gpu = not iris.simulator.ACTIVE

@@ -105,7 +105,7 @@ def compile_all(triton: str, progress: Path, targets: list[str], only: str, keep
             for part in range(PROCESSES)
         ]
         if any([process.wait() for process in processes]):
-            sys.exit(f"A compiler has ended its process, at the kernel behind the last line of a file in {progress}.")
+            sys.exit(f"A compiler has ended its process, at the kernel after the last line of a file in {progress}.")
 
 
 def compile_part(args: argparse.Namespace) -> None:

@@ -93,8 +93,8 @@ def do_with_torch(where, device):
     elif where == "torch collective":
         dist.all_reduce(x)
     elif where == "message":
-        before, behind = ((dist.get_rank() + way) % dist.get_world_size() for way in (-1, 1))
-        messages = [dist.P2POp(dist.isend, x, behind), dist.P2POp(dist.irecv, x.clone(), before)]
+        before, after = ((dist.get_rank() + way) % dist.get_world_size() for way in (-1, 1))
+        messages = [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, x.clone(), before)]
         for message in dist.batch_isend_irecv(messages):
             message.wait()
     dist.barrier()

@@ -117,8 +117,8 @@ def refuse_unaligned_rows(ctx):
     with imported("07_gemm_all_scatter/gluon"):
         multiply = importlib.import_module("wrapper").matmul_all_scatter
         a, b, c = zeros(16, 32), zeros(32, 24), ctx.zeros(16, 24, dtype=BF16)
-        by_columns, odd, one_behind = zeros(32, 16).t(), zeros(32, 25)[:, :24], zeros(32, 32)[:, 1:25]
-        for wrong, given in (("a", (by_columns, b)), ("b", (a, odd)), ("b", (a, one_behind))):
+        by_columns, odd, shifted = zeros(32, 16).t(), zeros(32, 25)[:, :24], zeros(32, 32)[:, 1:25]
+        for wrong, given in (("a", (by_columns, b)), ("b", (a, odd)), ("b", (a, shifted))):
             with pytest.raises(ValueError, match=f"^{wrong} is not by rows that begin at multiples of 16 bytes"):
                 multiply(ctx, c, *given)
 

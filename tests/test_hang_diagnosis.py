@@ -32,7 +32,7 @@ SEEN = {
         [[5, 5, 5], [5, 5, 5], [5, 4, 5], [5, 4, 5]], 3, 5,
         f"Rank 1 has arrived with programs 0 to 1 only, and this rank launched 4: {OTHER_GRID}",
     ),
-    "a smaller grid, and barriers behind that were given up too": (
+    "a smaller grid, and later barriers that were given up too": (
         [[9, 5, 9], [9, 4, 9]], 1, 5,
         f"Rank 1 has arrived with program 0 only, and this rank launched 2: {OTHER_GRID}",
     ),

@@ -82,7 +82,7 @@ def test_inline_assembly_is_in_few_files():
     ]
 
 
-def test_counts_are_kept_behind_a_barrier():
+def test_counts_are_kept_after_a_barrier():
     """A warp that loads a count late must not find what another has stored: `store_after_sync`."""
     assert files_with(r"store_after_sync\((row|epochs)\b")
     assert not files_with(r"\bstore\((row|epochs|counts|flags|locks)\b")

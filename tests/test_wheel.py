@@ -63,7 +63,7 @@ def installed(wheel, tmp_path_factory):
 
 
 def run(installed, where, *command):
-    """In an empty folder, with what was installed in front of all else that Python finds."""
+    """In an empty folder, with what was installed first on the path of Python."""
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     return subprocess.run(
         command, cwd=where, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S

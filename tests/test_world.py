@@ -186,7 +186,7 @@ def test_a_step_works_on_all_or_raises_on_all(ranks):
     ranks.run(fail_in_one)
 
 
-def break_behind_a_meeting(ctx):
+def break_after_a_meeting(ctx):
     """Rank 0 comes last to a meeting and breaks the group after it, before the others have seen it come."""
     group = everyone()
     here = group.meetings
@@ -207,8 +207,8 @@ def break_behind_a_meeting(ctx):
 
 
 @pytest.mark.ranks(2, 4)
-def test_a_group_that_breaks_behind_a_meeting_leaves_the_meeting_whole(ranks):
-    ranks.run(break_behind_a_meeting)
+def test_a_group_that_breaks_after_a_meeting_leaves_the_meeting_whole(ranks):
+    ranks.run(break_after_a_meeting)
 
 
 def make_a_group_without_a_store(ctx):

@@ -1,4 +1,4 @@
-"""GEMM and all-scatter, one behind the other: see README.md."""
+"""GEMM and all-scatter, one after the other: see README.md."""
 
 import sys
 from pathlib import Path

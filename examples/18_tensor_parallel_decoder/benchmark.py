@@ -1,4 +1,4 @@
-"""A tensor-parallel decoder: see README.md. -m: sequences at most, -n: tokens of a prompt, -k: tokens behind it."""
+"""A tensor-parallel decoder: see README.md. -m: sequences at most, -n: tokens of a prompt, -k: tokens after it."""
 
 import sys
 from pathlib import Path
@@ -66,11 +66,11 @@ def main(
             sequences = most - round % most
             tokens = prompts(round, sequences)
             server.start(tokens)
-            check(tokens, f"behind the prompts of round {round}")
+            check(tokens, f"after the prompts of round {round}")
             for _ in range(count):
                 tokens = torch.cat((tokens, server.tokens[:sequences, None]), dim=1)
                 server.step(sequences)
-            check(tokens, f"behind {count} more tokens of round {round}")
+            check(tokens, f"after {count} more tokens of round {round}")
         validated(ctx, f"Tensor-parallel decoder, {communication}", workload)
     if workload.trace:
 

@@ -1,4 +1,4 @@
-"""A mixture of experts, served and trained: see README.md. -m: sequences, -n: a prompt's tokens, -k: those behind."""
+"""A mixture of experts, served and trained: see README.md. -m: sequences, -n: a prompt's tokens, -k: those after."""
 
 import copy
 import sys
@@ -111,7 +111,7 @@ def check(ctx: iris.Iris, dtype: torch.dtype, config, found: list, where: str) -
     of_one, exact = (by_one_process(config, dtype, ctx.device).to(each).eval() for each in (dtype, WIDER[dtype]))
     for round, (tokens, logits) in enumerate(found):
         others = [one(tokens, logits_to_keep=logits.shape[1]).logits for one in (of_one, exact)]
-        judge(ctx, dtype, f"behind tokens {where}, round {round}", logits, *others)
+        judge(ctx, dtype, f"after tokens {where}, round {round}", logits, *others)
 
 
 def train(ctx: iris.Iris, workload: Workload, config, communication: str, title: str) -> None:

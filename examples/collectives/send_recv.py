@@ -1,6 +1,6 @@
 """send, recv: activations go from stage to stage of a pipeline, each stage on a rank.
 
-Every stage but the first receives from the one before, every one but the last sends to the one behind. Only the two
+Every stage but the first receives from the one before, every one but the last sends to the one after. Only the two
 ranks of a message take part in it.
 
 Over the link: the bytes of a message once a hop, in as many steps as there are hops; a rank that has handed its message

@@ -124,7 +124,7 @@ def replay_microseconds(
 
 
 def capture(fn: Callable[[], Any], barrier_fn: Callable[[], Any], per_graph: int) -> torch.cuda.CUDAGraph:
-    """A graph of ``per_graph`` calls of ``fn``, with ``barrier_fn`` once in front, so that ranks start together.
+    """A graph of ``per_graph`` calls of ``fn``, with ``barrier_fn`` once before them, so that ranks start together.
 
     That is ``ctx.device_barrier``. Both must be capturable and have been called before. Calls of ``fn`` follow each
     other without a gap, so what it moves should not fit the L2 cache unless that is meant. The graph keeps ``fn``,

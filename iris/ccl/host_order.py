@@ -19,7 +19,7 @@ class HostOrder:
         order = [rank for ranks in hosts.ranks for rank in ranks]
         self._order = None if order == sorted(order) else _kept(order, device)
         # Where the rows of each host are: one after the other, or by their numbers.
-        self._places = [_one_behind_the_other(ranks) or _kept(ranks, device) for ranks in hosts.ranks]
+        self._places = [_one_after_the_other(ranks) or _kept(ranks, device) for ranks in hosts.ranks]
 
     def by_host(self, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The rows of all ranks by host and local rank: a copy, or the rows themselves."""
@@ -51,7 +51,7 @@ class HostOrder:
             rows.index_copy_(0, place, theirs)
 
 
-def _one_behind_the_other(ranks: Sequence[int]) -> slice | None:
+def _one_after_the_other(ranks: Sequence[int]) -> slice | None:
     """Where the rows of these ranks are, if they follow each other."""
     place = slice(ranks[0], ranks[-1] + 1)
     return place if len(ranks) == ranks[-1] + 1 - ranks[0] else None

@@ -95,7 +95,7 @@ def refuse(
         raise error from None
     finally:
         comm.refuses = False
-    _break_behind(comm, name, error, stream)
+    _break_after_call(comm, name, error, stream)
     raise error
 
 
@@ -120,7 +120,7 @@ def _note_size(comm: Communicator, size: int) -> None:
     comm.state[comm.called] = comm.rooted
 
 
-def _break_behind(comm: Communicator, name: str, error: IrisError, stream: int | None) -> None:
+def _break_after_call(comm: Communicator, name: str, error: IrisError, stream: int | None) -> None:
     """Break the group after what is enqueued on the stream."""
     if comm.device.type == "cpu":  # in the simulator, where that is over, and members that wait see the flag
         comm.abort_flag.abort(_why(comm, name, error))

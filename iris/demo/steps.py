@@ -110,7 +110,7 @@ def message(ctx: Iris) -> Step:
     handle, rounds = ctx.get_device_context(), itertools.count()
     return Step(
         "Gluon",
-        "each rank waits for flags that the one before raises behind its data, and doubles what came",
+        "each rank waits for flags that the one before raises after its data, and doubles what came",
         4 * FLOATS,
         lambda: kernels.message[grid](handle, source, inbox, result, arrived, taken, next(rounds), FLOATS, BLOCK),
         lambda: differing(result, 2 * data(ctx, previous)),

@@ -7,7 +7,7 @@
 Contract
 --------
 *A collective is enqueued on the current stream*, like any kernel: it follows what was enqueued before, and what is
-enqueued behind it follows it, whether or not anyone calls `wait`. With ``async_op=True``, which all ranks say or none,
+enqueued after it follows it, whether or not anyone calls `wait`. With ``async_op=True``, which all ranks say or none,
 it is on a stream of the group's own, on few multiprocessors. Messages have a stream for each peer and direction, or
 programs that send before they receive would wait for each other.
 
@@ -61,7 +61,7 @@ class ProcessGroup(ProcessGroupBase):
         pass
 
     def end_coalescing(self, device: torch.device) -> dist.Work:
-        # Behind the calls before it on that stream.
+        # After the calls before it on that stream.
         enqueue, sign = observer.beside("coalescing", self, EnqueuedWork, in_thread=False)
         stream = self.stream_for("collectives", device)
         assert not isinstance(stream, Stream)  # which only messages have
@@ -305,7 +305,7 @@ class ProcessGroup(ProcessGroupBase):
 
 def create(options: Any, backend_options: Any) -> ProcessGroup:
     """Make the group that torch asks for; what `register_backend` is given. Collective; blocks the host."""
-    # Behind this torch drops what it made for the CPU, to which other members may still be connecting.
+    # After this torch drops what it made for the CPU, to which other members may still be connecting.
     ranks = options.global_ranks_in_group or range(options.group_size)
     processes = await_all(options.store, options.group_rank, ranks, options.timeout.total_seconds())
     group = ProcessGroup(options)

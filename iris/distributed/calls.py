@@ -109,7 +109,7 @@ class SimulatedMessage(EnqueuedWork):
 class ConnectingMessage(dist.Work):
     """A message on a GPU whose ranks meet on the host first, in a thread, which then enqueues it on its stream.
 
-    ``begin`` does both, and returns the handle of what it has enqueued; behind it come the messages that have this one
+    ``begin`` does both, and returns the handle of what it has enqueued; after it come the messages that have this one
     as ``before``.
     """
 
@@ -292,7 +292,7 @@ def check_splits(role: str, tensor: Tensor, rows: Sequence[int], size: int) -> N
 def exchange(
     ccl: Collectives | BesideComputation, output: Tensor, input: Tensor, receive: list[int], send: list[int]
 ) -> None:
-    """Counts of elements, a rank each; what is for or from a rank lies behind that of the rank before."""
+    """Counts of elements, a rank each; what is for or from a rank lies after that of the rank before."""
     if (
         isinstance(ccl, CollectivesOverHosts)
         and len({*receive, *send}) == 1

@@ -146,7 +146,7 @@ class ProcessGroupBase(dist.ProcessGroup):
         return self._memory
 
     def stream_for(self, use: Any, device: torch.device) -> torch.cuda.Stream | Stream | None:
-        """The group's own stream for some calls, behind what is on the current one.
+        """The group's own stream for some calls, after what is on the current one.
 
         In the simulator messages have one, and collectives None.
         """
@@ -246,7 +246,7 @@ class ProcessGroupBase(dist.ProcessGroup):
 
 
 def stream_of(streams: dict[Any, torch.cuda.Stream | Stream], use: Any, device: torch.device) -> Any:
-    """That one of ``streams`` which is for some calls, behind what is on the current one; made at the first of them."""
+    """That one of ``streams`` which is for some calls, after what is on the current one; made at the first of them."""
     if device.type != "cuda":
         return streams.setdefault(use, Stream())
     stream = streams.get(use)

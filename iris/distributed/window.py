@@ -3,14 +3,14 @@
     tensor = group.allocate_tensor(1000, dtype=torch.float32, device=device)     # on every rank
     window = group.new_window(tensor)           # torch 2.14: torch.distributed.distributed_c10d._new_window(tensor)
     window.put(mine, peer, 20)                  # to elements 20, 21, … of the peer's tensor
-    window.signal(peer)                         # the peer's wait_signal(this rank) is behind that
+    window.signal(peer)                         # the peer's wait_signal(this rank) is after that
 
 Contract
 --------
-*Calls are enqueued on the current stream*; with ``async_op=True`` on one of the window's own, behind it: puts and
+*Calls are enqueued on the current stream*; with ``async_op=True`` on one of the window's own, after it: puts and
 signals on one, waits for each peer on another. They return a work: ``wait()`` lets the current stream wait.
 
-*A signal is behind the puts before it* on its stream, so who has waited for it sees them. Signals of a rank to a peer
+*A signal comes after the puts before it* on its stream, so who has waited for it sees them. Signals of a rank to a peer
 are counted: each ends one wait, and none is lost. What is read or written through `map_remote_tensor` is ordered by
 signals in the same way, and by nothing else.
 
@@ -165,7 +165,7 @@ class Window:
         return self._tensors[rank]
 
     def signal(self, peer_rank: int, async_op: bool = False, opts: Any = None) -> dist.Work:
-        """End a `wait_signal` of ``peer_rank`` for this rank, behind all that is on the stream."""
+        """End a `wait_signal` of ``peer_rank`` for this rank, after all that is on the stream."""
         return self._carry("signal", self._flags(signal_peer, peer_rank), "out", async_op)
 
     def wait_signal(self, peer_rank: int, async_op: bool = False, opts: Any = None) -> dist.Work:

@@ -265,7 +265,7 @@ def check_apart(out: int, nbytes: int, biases: tuple[int, ...]) -> None:
     for bias in biases:
         if 0 < abs(out - bias) < nbytes:
             raise InvalidExpertsError(
-                f"combine() got an out that begins {abs(out - bias)} bytes {'behind' if out > bias else 'before'} its "
+                f"combine() got an out that begins {abs(out - bias)} bytes {'after' if out > bias else 'before'} its "
                 f"bias and lies across it, {nbytes} bytes each. Give it the same memory, or memory apart."
             )
 

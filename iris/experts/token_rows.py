@@ -119,7 +119,7 @@ def add_up(y, under_way, chosen, next_chosen, start, WEIGHTS: tl.constexpr, EXTE
     rounds = tl.maximum((number_of(chosen[0], K) + AHEAD - 1) // AHEAD, 1)
     for round in range(rounds):
         last = round + 1 == rounds
-        start_behind = tl.where(last, tl.where(ends, 0, start + ADDED), start)
+        next_start = tl.where(last, tl.where(ends, 0, start + ADDED), start)
         for n in tl.static_range(AHEAD):
             row, weight = nth_row(chosen, (round + 1) * AHEAD + n, K)
             first, first_weight = nth_row(chosen, n, K)
@@ -130,7 +130,7 @@ def add_up(y, under_way, chosen, next_chosen, start, WEIGHTS: tl.constexpr, EXTE
             if WEIGHTS != UNWEIGHTED:
                 piece *= factors[0]
             total += piece
-            found = found[1:] + (load_piece(y, row, start_behind, EXTENTS),)
+            found = found[1:] + (load_piece(y, row, next_start, EXTENTS),)
             factors = factors[1:] + (weight,)
     return total, (found, factors)
 

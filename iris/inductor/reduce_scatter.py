@@ -70,8 +70,8 @@ def _scattered(node: Node) -> Scattered:
             by_columns = rearranged.split == len(shape) - 1
             # Split, the dimension is one of ranks, and one of what each gets.
             share = shape[rearranged.split] // size
-            outer, behind = shape[: rearranged.split], (share, *shape[rearranged.split + 1 : -1])
-            how = blocks(outer, (size,), behind)
+            outer, inner = shape[: rearranged.split], (share, *shape[rearranged.split + 1 : -1])
+            how = blocks(outer, (size,), inner)
             source = rearranged.source
         else:
             return Scattered(source, passed, how, extents, by_columns)

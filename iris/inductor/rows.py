@@ -78,16 +78,16 @@ def carriers(rows: Node, size: int) -> dict[Node, Blocks | None]:
     open_ = [rows]
     while open_:
         node = open_.pop()
-        behind = {each: found[node] for each in node.users if reshaped_rows(each)}
+        after = {each: found[node] for each in node.users if reshaped_rows(each)}
         if found[node] is None:
             for cat in _joins(node):
                 how = rejoined(cat, size)
                 if how is not None and how.split == 0 and 0 < how.joined < value_of(node).dim() - 1:
                     shape = value_of(node).shape
                     # A rank has a `size`-th of the first dimension.
-                    behind[cat] = blocks((size,), (shape[0] // size, *shape[1 : how.joined]), shape[how.joined : -1])
-        found |= behind
-        open_ += behind
+                    after[cat] = blocks((size,), (shape[0] // size, *shape[1 : how.joined]), shape[how.joined : -1])
+        found |= after
+        open_ += after
     return found
 
 

@@ -22,7 +22,7 @@ from iris.language.barrier import WHOLE, lanes
 from iris.language.barrier import barrier as ordered_barrier
 from iris.language.barrier import signal_ranks as ordered_signal_ranks
 from iris.language.barrier import wait_ranks as ordered_wait_ranks
-from iris.language.context_tensor import BASES, behind_bases, num_ranks_of, rank_of, record_of
+from iris.language.context_tensor import BASES, num_ranks_of, rank_of, record_of, word_after_bases
 from iris.language.failures import CHECKS_POINTERS, WAIT_LIMIT_NS, check_pointer
 from iris.language.fences import fence as ordered_fence
 from iris.language.fences import order_bulk_copies as ordered_bulk_copies
@@ -125,7 +125,7 @@ class DeviceContext:
         if in_simulator():
             check_reach(ptr, mask, self.base, rank)
         elif CHECKS_POINTERS:
-            size = tl.cast(self._behind_bases(1), tl.int64)
+            size = tl.cast(self._word_after_bases(1), tl.int64)
             check_pointer(ptr, mask, base=self.base, size=size, record=self._record())
 
     load = moves.load
@@ -252,8 +252,8 @@ class DeviceContext:
         return record_of(self.table)
 
     @jit
-    def _behind_bases(self, word):
-        return behind_bases(self.table, word)
+    def _word_after_bases(self, word):
+        return word_after_bases(self.table, word)
 
 
 @jit

@@ -36,14 +36,14 @@ def table_type(bases: Sequence[int], device: torch.device) -> torch.dtype:
 
 
 @jit
-def behind_bases(table, word):
+def word_after_bases(table, word):
     # By the tensor's own number of ranks, whatever a caller may have passed as `num_ranks`.
     return tl.load(table + tl.load(table - BASES + NUM_RANKS) + word)
 
 
 @jit
 def record_of(table):
-    return tl.cast(behind_bases(table, 0), tl.pointer_type(tl.int64))
+    return tl.cast(word_after_bases(table, 0), tl.pointer_type(tl.int64))
 
 
 @jit

@@ -5,8 +5,8 @@ names itself between ``ctx.tracing.record_event_start`` and ``record_event_end``
 ``python -m iris trace`` sets, every context is traced, and every functional operation. Elsewhere there is nothing of it
 in the generated code. Where the events are written: `iris.language.trace_buffer`.
 
-An event begins when the first warp comes to it, and ends when the last one has left it: a block barrier stands in front
-of the end. What was loaded is there then; what was stored has been issued, and may be on the link yet.
+An event begins when the first warp comes to it, and ends when the last one has left it: a block barrier stands before
+the end. What was loaded is there then; what was stored has been issued, and may be on the link yet.
 
 A look at a flag by an atomic operation that changes nothing is no event of its own, if nothing came since this
 program's last look at it that saw the same: the row of that one goes on. So who polls in a loop of its own does not

@@ -172,7 +172,7 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.data_ptr() < y.data_ptr() + y.nbytes and y.data_ptr() < x.data_ptr() + x.nbytes
 
 
-def one_behind_the_other(launch: Launch, some: int) -> Launch:
+def one_after_the_other(launch: Launch, some: int) -> Launch:
     """Of all rows of a call, ``some`` at a time."""
 
     def enqueue(given: NormCall, eps: float, stream: int | None) -> None:
@@ -229,13 +229,13 @@ class AllReduceRmsNorm:
         """A function that enqueues calls like this one."""
         comm, room = self._context.ccl.communicator(), power_of_two(call.rows)
         if self._context.num_hosts > 1:
-            return self._behind_all_reduce(call)
+            return self._after_all_reduce(call)
         variant = "one_shot"
         if comm.size > 1:
             nbytes = room * call.columns * call.input.itemsize
             variant = choose(comm.table, "all_reduce", nbytes, Config(), {*STEPS, "two_shot", "pull"}).variant
         launch = self._in_one_kernel(call, variant, line) if variant in STEPS else None
-        return launch or self._some_at_a_time(call, line) or self._behind_all_reduce(call)
+        return launch or self._some_at_a_time(call, line) or self._after_all_reduce(call)
 
     def _some_at_a_time(self, call: NormCall, line: Line) -> Launch | None:
         """Of more rows than the kernel has room for: as many as it has, in launches one after the other.
@@ -248,7 +248,7 @@ class AllReduceRmsNorm:
             variant = choose(comm.table, "all_reduce", some * row, Config(), {*STEPS, "two_shot", "pull"}).variant
             launch = self._in_one_kernel(call.of(slice(0, some)), variant, line) if variant == TWO_SHOT else None
             if launch is not None:
-                return one_behind_the_other(launch, some)
+                return one_after_the_other(launch, some)
             some //= 2
         return None
 
@@ -345,7 +345,7 @@ class AllReduceRmsNorm:
         if call.row_scales is not None and own.row_scales is not None:
             ccl.all_gather(call.row_scales.view(-1), own.row_scales)
 
-    def _behind_all_reduce(self, call: NormCall) -> Launch:
+    def _after_all_reduce(self, call: NormCall) -> Launch:
         """Of many rows: the sums, and a kernel that normalises them."""
 
         def room(given: NormCall) -> torch.Tensor:

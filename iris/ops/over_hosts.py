@@ -170,7 +170,7 @@ class OperationsOverHosts(Operations):
 
     def _is_the_vendors(self, call: Call) -> bool:
         """Whether one GEMM and a collective over hosts carry a call; else the loop does. The same on all ranks."""
-        choice, behind = self._choice, 0.0
+        choice, after_us = self._choice, 0.0
         size = choice.cluster.num_ranks
         whole = LOOPS.get(call.name)
         if whole is None or call.name == "matmul_all_reduce" and len(call.a) % size:
@@ -183,12 +183,12 @@ class OperationsOverHosts(Operations):
         nbytes = call.a.nbytes if call.name == "all_gather_matmul" else call.out.nbytes
         if call.name == "matmul_all_reduce":
             nbytes //= size
-            behind = min(choice.predicted_us("all_gather", size * nbytes))
+            after_us = min(choice.predicted_us("all_gather", size * nbytes))
         if call.name != "all_gather_matmul":
-            behind += add_up_us(nbytes, choice.cluster, choice.host)
+            after_us += add_up_us(nbytes, choice.cluster, choice.host)
         ours = self._loop(call, call.rows, nbytes)
         theirs = ours.product_us + min(choice.predicted_us(whole, size * nbytes))
-        return MARGIN * theirs < ours.us(choice.cluster, choice.host) + behind
+        return MARGIN * theirs < ours.us(choice.cluster, choice.host) + after_us
 
     def _matmul_all_reduce(self, call: Call, config: FusedConfig | None) -> None:
         """The loop of matmul_reduce_scatter, and an all_gather."""

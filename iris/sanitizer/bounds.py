@@ -121,7 +121,7 @@ class Table:
             near.append((offset - end, f"{text}, {_distance(text, offset - end)}past its end"))
         if index + 1 < len(self.live) and offset >= self._begins[index + 1] - GAP:
             begin, _, _, text = self.live[index + 1]
-            near.append((begin - offset, f"{text}, {_distance(text, begin - offset)}in front of it"))
+            near.append((begin - offset, f"{text}, {_distance(text, begin - offset)}before it"))
         if not near:
             return f"heap at offset {offset:#x}, where no tensor is"
         return f"{' or '.join(text for _, text in sorted(near))} (offset {offset:#x})"

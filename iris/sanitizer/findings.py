@@ -29,7 +29,7 @@ REMEDIES = {
     "race/missing-acquire": "{flag} is not read by an acquire, as ctx.wait() would",
     "race/reuse": "the memory is written anew before its reader is known to have read what was there",
     "race": "no release and acquire orders them",
-    "race/missing-proxy-fence": "a copy by TMA, unlike a load, needs ctx.order_bulk_copies() in front of it",
+    "race/missing-proxy-fence": "a copy by TMA, unlike a load, needs ctx.order_bulk_copies() before it",
 }
 FLAGGED = ("race/scope", "race/missing-release", "race/missing-acquire")
 UNAWAITED = "nobody has waited for the call in between, as its wait() would"

@@ -166,7 +166,7 @@ class Semantic(TritonSemantic):
         if len(order) == len(mem_desc.shape):
             raise ValueError(
                 f"shared memory {mem_desc.shape} cannot be indexed: its layout, of order {order}, has that dimension. "
-                "Give it a layout of the dimensions behind the first, which is all that compiles"
+                "Give it a layout of the dimensions after the first, which is all that compiles"
             )
         if 0 <= number < len(mem_desc.handle):
             return self._view(mem_desc, mem_desc.handle[number])

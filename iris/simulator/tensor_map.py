@@ -64,8 +64,8 @@ class TensorMap(TensorDescHandle):
             raise ValueError(f"the last of the coordinates {coordinates} is not a multiple of {ALIGNMENT} bytes")
         if self._is_written and min(coordinates) < 0:
             error = KernelBoundsError(
-                f"a block is stored at {list(coordinates)}: TMA stores none that begins in front of the tensor, though "
-                "it loads such blocks. Begin at 0 or behind, with a smaller block, or store with pointers and a mask"
+                f"a block is stored at {list(coordinates)}: TMA stores none that begins before the tensor, though "
+                "it loads such blocks. Begin at 0 or later, with a smaller block, or store with pointers and a mask"
             )
             raise observer.mistake("bounds", error)
         addresses = np.array(int(self.base.data.item()), dtype=np.int64)

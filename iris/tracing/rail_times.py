@@ -4,8 +4,8 @@ A transfer begins when its rank has come to it, and ends when what it brings is 
 another host is part of it, and no transfer ends before all have begun whose data it brings.
 
 In the simulator the host reads the clock that kernels read there. On a GPU two kernels do, so that the times are on
-the clock of all other events, and a CUDA graph notes them each time it is replayed: one on the stream of the call in
-front of the transfer, and one on a stream of the rail's own, which waits for the transfer and for nothing else.
+the clock of all other events, and a CUDA graph notes them each time it is replayed: one on the stream of the call
+before the transfer, and one on a stream of the rail's own, which waits for the transfer and for nothing else.
 
 What a transfer was, its `Transfer`, is kept for as long as a row may refer to it, and no longer: a program may be
 traced for days. On a GPU a row has a number in its place, and

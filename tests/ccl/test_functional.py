@@ -168,8 +168,8 @@ def test_parameters_are_written_as_other_tensors_are(ranks):
     ranks.run(into_parameters)
 
 
-def behind_a_destroyed_group(ctx):
-    """The context of a group is closed when an operator of another group runs behind the group's end."""
+def after_a_destroyed_group(ctx):
+    """The context of a group is closed when an operator of another group runs after the group's end."""
     first, second = (dist.new_group(backend="gloo") for _ in range(2))
     for number, group in enumerate((first, second, first, second)):
         x = torch.full((3,), ctx.cur_rank + number, dtype=torch.float32, device=ctx.device)
@@ -187,4 +187,4 @@ def behind_a_destroyed_group(ctx):
 
 @pytest.mark.ranks(2, exactly=True)
 def test_a_destroyed_group_gives_back_its_context(ranks):
-    ranks.run(behind_a_destroyed_group)
+    ranks.run(after_a_destroyed_group)

@@ -78,7 +78,7 @@ REFUSED = {
         lambda ccl, ctx: ccl.all_reduce(*[ctx.zeros(4).to_sparse()] * 2),
         InvalidCollectiveError, ValueError, r"all_reduce\(\) takes tensors.*, and got .*sparse_coo.*to_dense\(\)",
     ),
-    "another device behind a good call": (
+    "another device after a good call": (
         lambda ccl, ctx: [ccl.all_reduce(x, x) for x in (ctx.zeros(4), torch.zeros(4, device="meta"))],
         WrongDeviceError, RuntimeError, r"all_reduce\(\) is on meta.*Move it",
     ),

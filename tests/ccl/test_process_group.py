@@ -352,11 +352,11 @@ def overlapping(ctx):
     ctx.barrier()
     if ctx.cur_rank == 0:
         torch.cuda._sleep(500_000_000)
-    work, behind = dist.all_reduce(x, group=group, async_op=True), torch.cuda.Event()
+    work, later = dist.all_reduce(x, group=group, async_op=True), torch.cuda.Event()
     future = work.get_future()
     other.add_(1)
-    behind.record()
-    behind.synchronize()
+    later.record()
+    later.synchronize()
     assert ctx.cur_rank == 0 or not work.is_completed(), "the stream waited for the collective, or it for nobody"
     future.wait()
     x.add_(1)

@@ -69,7 +69,7 @@ def around(ctx, async_op):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("async_op", [False, True])
-def test_puts_are_behind_waits_for_their_signals(ranks, async_op):
+def test_puts_are_there_after_waits_for_their_signals(ranks, async_op):
     ranks.run(around, async_op)
 
 

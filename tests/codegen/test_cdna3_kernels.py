@@ -91,7 +91,7 @@ def test_one_row_for_each_rank():
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("name", by_turns(NAMES))
-def test_releases_come_behind_a_barrier(target, name):
+def test_releases_come_after_a_barrier(target, name):
     code = compiled(target, name, (256, 64, 64), torch.bfloat16, True, True)
     lines = code.ttgir.splitlines()
     releases = [i for i, line in enumerate(lines) if " release, " in line]

@@ -64,7 +64,7 @@ def bf16(pieces, warps):
     return compile_for("sm_90", kernel, *arguments, num_warps=warps).instructions()
 
 
-def test_a_row_of_bf16_is_rounded_by_pairs_and_no_warp_waits_for_another_behind_its_data():
+def test_a_row_of_bf16_is_rounded_by_pairs_and_no_warp_waits_for_another_after_its_data():
     code = bf16(16, 2)
     sent = next(number for number, line in enumerate(code) if "STAS" in line)
     *_, last_barrier = (number for number, line in enumerate(code) if "BAR.SYNC" in line)

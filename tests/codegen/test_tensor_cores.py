@@ -95,7 +95,7 @@ def test_a_copy_past_registers_on_cdna4(other):
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_a_masked_buffer_load_on_cdna(target):
-    text = compiled(target, (cdna_kernels.load_behind_the_end, None, (LINE, LINE, 4096, 1024), {}))
+    text = compiled(target, (cdna_kernels.load_past_the_end, None, (LINE, LINE, 4096, 1024), {}))
     assert "buffer_load_dwordx4" in text and "buffer_store_dwordx4" in text
 
 

@@ -92,7 +92,7 @@ def refused(ctx, low_latency):
         (NotATensorError, "combine.. takes tensors", {"bias": (x, None)}),
         (WrongDeviceError, "bias of combine.. is on meta", {"bias": x.to("meta")}),
         (InvalidExpertsError, "16 bytes before its bias .* 560 bytes each", {"out": out, "bias": (x, across)}),
-        (InvalidExpertsError, "16 bytes behind its bias", {"out": across, "bias": out}),
+        (InvalidExpertsError, "16 bytes after its bias", {"out": across, "bias": out}),
     ):
         with pytest.raises(error, match=words):
             ep.combine(received.rows, received, **given)

@@ -246,11 +246,11 @@ def with_an_extent(total, weight):
     return of_torch(total, weight) * total.shape[1]
 
 
-def behind_an_extent(total, weight):
+def after_an_extent(total, weight):
     return of_torch(total + total.shape[1], weight)
 
 
-STAYS = [of_columns, of_another_eps, used_besides, without_weight, behind_an_extent]
+STAYS = [of_columns, of_another_eps, used_besides, without_weight, after_an_extent]
 
 
 def compare_others(ctx, function):

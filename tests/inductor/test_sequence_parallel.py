@@ -214,11 +214,11 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.before, self.behind, self.attention, self.mlp = nn.RMSNorm(K), nn.RMSNorm(K), Attention(), Mlp()
+        self.before, self.after, self.attention, self.mlp = nn.RMSNorm(K), nn.RMSNorm(K), Attention(), Mlp()
 
     def forward(self, x):
         x = x + self.attention(self.before(x))
-        return x + self.mlp(self.behind(x))
+        return x + self.mlp(self.after(x))
 
 
 def parallel(ctx):
@@ -236,7 +236,7 @@ def parallel(ctx):
     torch.manual_seed(5)
     block = Block().to(ctx.device)
     whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    plan = {"before": SequenceParallel(), "behind": SequenceParallel(), "attention": whole, "mlp": whole}
+    plan = {"before": SequenceParallel(), "after": SequenceParallel(), "attention": whole, "mlp": whole}
     plan |= {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {"mlp.up": ColwiseParallel()}
     plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o", "mlp.down")}
     return parallelize_module(block, DeviceMesh.from_group(GROUP[0], ctx.device.type), plan)

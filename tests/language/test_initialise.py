@@ -21,5 +21,5 @@ def initialised(ctx, language):
 
 
 @pytest.mark.parametrize("language", ["triton", "gluon"])
-def test_tracing_stands_behind_the_ranks_or_before_them(ranks, language):
+def test_tracing_stands_after_the_ranks_or_before_them(ranks, language):
     ranks.run(initialised, language)

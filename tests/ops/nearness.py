@@ -57,7 +57,7 @@ def whole(name, products):
 
 def through_torch(name, products, bias, dtype, roundings):
     """The `whole` of the ranks' products, plus bias."""
-    inside, behind = (None, bias) if roundings.before_bias else (bias, None)
+    inside, after = (None, bias) if roundings.before_bias else (bias, None)
     if name in GATHERS:
         result = torch.cat([product.rounded_to(dtype, inside) for product in products])
     else:
@@ -69,7 +69,7 @@ def through_torch(name, products, bias, dtype, roundings):
                 parts[rank][rows] = product.formed_in(torch.float32)[rows]
         total = sum(parts)
         result = (total if inside is None else total + inside).to(dtype)
-    return result if behind is None else result + behind
+    return result if after is None else result + after
 
 
 def assert_as_near(actual, exact, torchs, sizes, bits):

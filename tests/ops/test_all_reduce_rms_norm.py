@@ -80,7 +80,7 @@ def one_after_the_other(ctx, variant, rounds):
 
 @pytest.mark.ranks(1, 2, 3, 4, 5) if EVERYTHING else pytest.mark.ranks(2)
 @pytest.mark.parametrize("variant", ["one_shot", "two_shot_push"])
-def test_calls_of_other_kinds_behind_each_other(ranks, variant):
+def test_calls_of_other_kinds_after_each_other(ranks, variant):
     ranks.run(one_after_the_other, variant, 48 if EVERYTHING else 16)
 
 

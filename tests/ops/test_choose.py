@@ -60,7 +60,7 @@ def case(given, size, programs=PROGRAMS):
     return Case(given, size, programs, GPU)
 
 
-def test_a_gathered_a_that_is_kept_is_copied_behind_a_kernel(monkeypatch):
+def test_a_gathered_a_that_is_kept_is_copied_after_a_kernel(monkeypatch):
     given = call("all_gather_matmul", 4096, 8192, 8192)
     assert kept_us(case(given, 4)) == 0
     # 64 MiB, read and written.

@@ -10,7 +10,7 @@ from iris.ops.grouped.sums import sums_of_groups
 
 DEVICE = "cpu" if simulator.ACTIVE else "cuda"
 # Rows that groups have room for, and how many they have: one is full, one empty, one of no room.
-ROOMS, COUNTS, BEHIND = (4, 8, 0, 4), (4, 5, 0, 0), 3
+ROOMS, COUNTS, AFTER = (4, 8, 0, 4), (4, 5, 0, 0), 3
 
 
 def numbers(values):
@@ -19,7 +19,7 @@ def numbers(values):
 
 def there():
     """Of each row, whether a group has it; and whether it is in a group's room."""
-    has = [row < count for room, count in zip(ROOMS, COUNTS, strict=True) for row in range(room)] + [False] * BEHIND
+    has = [row < count for room, count in zip(ROOMS, COUNTS, strict=True) for row in range(room)] + [False] * AFTER
     return torch.tensor(has, device=DEVICE), torch.arange(len(has), device=DEVICE) < sum(ROOMS)
 
 

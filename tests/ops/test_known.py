@@ -133,7 +133,7 @@ def test_copies_by_the_driver(ranks):
     ranks.run(by_driver)
 
 
-def behind_the_end(_):
+def after_the_end(_):
     """Of a context of its own, whose memory is gone."""
     with iris.iris(1 << 20) as ctx:
         given = [arguments(ctx, "all_gather_matmul", call, False)[2] for call in range(2)]
@@ -145,7 +145,7 @@ def behind_the_end(_):
 
 @pytest.mark.ranks(2, exactly=True)
 def test_a_known_call_of_a_closed_context(ranks):
-    ranks.run(behind_the_end)
+    ranks.run(after_the_end)
 
 
 def square(ctx):

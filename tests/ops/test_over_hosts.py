@@ -280,7 +280,7 @@ def normalise(ctx):
 
 
 @pytest.mark.ranks(*FEWER_HOSTS)
-def test_a_norm_behind_a_sum_over_hosts(ranks):
+def test_a_norm_after_a_sum_over_hosts(ranks):
     ranks.run(normalise)
 
 

@@ -104,7 +104,7 @@ def one_after_the_other(ctx, calls):
 
 @pytest.mark.ranks(2, 3, 4, 5) if EVERYTHING else pytest.mark.ranks(2)
 @pytest.mark.parametrize("calls", [12, thorough(48)])
-def test_calls_of_other_kinds_behind_each_other(ranks, calls):
+def test_calls_of_other_kinds_after_each_other(ranks, calls):
     ranks.run(one_after_the_other, calls)
 
 

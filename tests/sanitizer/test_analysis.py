@@ -113,8 +113,8 @@ def test_a_wait_may_count_on_the_first_value_that_ends_it(wait, kinds):
     assert [finding.kind for finding in findings for _ in range(finding.count)] == kinds, findings
 
 
-@pytest.mark.parametrize("behind", [0, 1, 500, 999])
-def test_a_wait_may_count_on_a_value_of_long_ago(behind):
+@pytest.mark.parametrize("awaited", [0, 1, 500, 999])
+def test_a_wait_may_count_on_a_value_of_long_ago(awaited):
     """Rank 0 stores and raises the flag, 1000 times; rank 2 comes when all is done, and waits for one of the first."""
     raised = 1000
 
@@ -134,13 +134,13 @@ def test_a_wait_may_count_on_a_value_of_long_ago(behind):
         yield from begin("receive")
         yield Synchronised(
             raised, 1, 1, 0, FLAG, READ, releases=False, acquires=True, scope="sys", before=raised, after=raised,
-            wait=Wait("ge", behind + 1, 32),
+            wait=Wait("ge", awaited + 1, 32),
         )  # fmt: skip
         for number in range(raised):
             yield Accessed(1, 1, 0, chunk(number), READ)
 
     findings = Analysis({0: send(), 2: receive()}).run()
-    assert sum(finding.count for finding in findings) == raised - 1 - behind
+    assert sum(finding.count for finding in findings) == raised - 1 - awaited
 
 
 @pytest.mark.parametrize("seen, wait, found", [
@@ -198,7 +198,7 @@ FLAG_SEEN = Synchronised(2, 1, 1, 0, FLAG, READ, releases=False, acquires=True, 
     ([], [TMA_STORE, TMA_LOAD], True),
     ([], [STORE, Finished(1), Launched(1), TMA_LOAD], True),
 ])  # fmt: skip
-def test_tma_fetches_what_others_have_stored_behind_a_proxy_fence_alone(sent, received, fenced):
+def test_tma_fetches_what_others_have_stored_only_after_a_proxy_fence(sent, received, fenced):
     """PTX ISA, "Async proxy". The fence may stand on either side of the flag; launches, and TMA itself, need none."""
     findings = Analysis({0: [*begin("send"), *sent], 2: [*begin("receive"), *received]}).run()
     assert [finding.kind for finding in findings] == ([] if fenced else ["race/missing-proxy-fence"]), findings
@@ -218,7 +218,7 @@ def test_a_hosts_copy_of_a_flag_may_be_gone_through_before_it_was_made():
     assert Analysis(notes).run() == []
 
 
-def test_what_lies_behind_a_meeting_that_never_was_is_gone_through():
+def test_what_comes_after_a_meeting_that_never_was_is_gone_through():
     meeting = meeting_of(0, 1)
     notes = {0: [*meeting, *begin("send"), *store_and_signal(2)], 1: [], 2: [*begin("receive"), *wait_and_load(1)]}
     (finding,) = Analysis(notes).run()

@@ -65,7 +65,7 @@ def work(ctx, backend, message, way):
 
 
 @pytest.mark.parametrize("backend, message, way", CASES)
-def test_who_waits_for_a_call_comes_behind_it(ranks, backend, message, way):
+def test_who_waits_for_a_call_comes_after_it(ranks, backend, message, way):
     _, findings = ranks.run_sanitized(work, backend, message, way)
     assert [finding.kind for finding in findings] == ([] if way is not by_nothing else ["race"])
 

@@ -57,7 +57,7 @@ def store_to_next(context_tensor, data, N: tl.constexpr):
     ctx.store(data + offsets, offsets + ctx.cur_rank, (ctx.cur_rank + 1) % ctx.num_ranks)
 
 
-def barrier_behind_messages(ctx):
+def barrier_after_messages(ctx):
     """Of two ranks' messages by torch the third knows nothing, and meets them in the barrier nevertheless."""
     data, message = ctx.zeros(64, dtype=torch.int32), torch.ones(1)
     ctx.barrier()
@@ -243,7 +243,7 @@ RIGHT = [
     broadcast_in_place,
     scale_of_a_row,
     rows_that_fill_no_tile,
-    barrier_behind_messages,
+    barrier_after_messages,
     collectives_of_torch,
     calls_that_end_on_their_own,
     rows_of_a_tensor,

@@ -139,7 +139,7 @@ WAYS = [
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("way", WAYS)
-def test_who_knows_of_a_thread_comes_behind_it(tmp_path, way, ordered):
+def test_who_knows_of_a_thread_comes_after_it(tmp_path, way, ordered):
     with sanitizer.recording(tmp_path, 0, 1):
         x = torch.zeros(N)
         end = way(lambda: x.fill_(1), ordered)

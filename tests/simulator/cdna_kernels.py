@@ -80,7 +80,7 @@ def launch_matmul(a, b, c, version, direct, blocks=(64, 64, 64), **options):
 
 
 @gluon.jit
-def load_behind_the_end(x, out, n, BLOCK: gl.constexpr):
+def load_past_the_end(x, out, n, BLOCK: gl.constexpr):
     i = gl.arange(0, BLOCK, gl.BlockedLayout([4], [64], [4], [0]))
     cdna3.buffer_store(cdna3.buffer_load(x, i, mask=i < n), out, i)
 

@@ -37,7 +37,7 @@ def test_a_load_that_is_not_waited_for_gives_wrong_numbers():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32])
 def test_a_masked_buffer_load_finds_zeros(dtype):
     x, out = torch.ones(1024, dtype=dtype), torch.full((1024,), 7, dtype=dtype)
-    kernels.load_behind_the_end[(1,)](x, out, 1000, 1024)
+    kernels.load_past_the_end[(1,)](x, out, 1000, 1024)
     assert torch.equal(out, (torch.arange(1024) < 1000).to(dtype))
 
 

@@ -59,10 +59,10 @@ def test_a_block_is_filled_outside_the_tensor(padding, row, column):
 
 
 @pytest.mark.parametrize("row, column", [(-3, 16), (5, -32)])
-def test_no_block_is_stored_in_front_of_the_tensor(row, column):
+def test_no_block_is_stored_before_the_tensor(row, column):
     target = torch.zeros(10, 48, dtype=torch.bfloat16)
     block = kernels.descriptor(target, [16, 64])
-    with pytest.raises(ValueError, match=rf"stored at \[{row}, {column}\]: .* in front of the tensor") as caught:
+    with pytest.raises(ValueError, match=rf"stored at \[{row}, {column}\]: .* begins before the tensor") as caught:
         kernels.write_block[(1,)](block, target, torch.zeros(1, dtype=torch.bfloat16), row, column, 16, 64, "read")
     assert "write_block" in [frame.name for frame in caught.traceback]
 
@@ -115,7 +115,7 @@ def test_a_slice_lies_within_shared_memory():
         kernels.name_beside[(1,)](torch.zeros(128), 0, "slice")
 
 
-def test_an_index_needs_a_layout_of_what_lies_behind_it():
+def test_an_index_needs_a_layout_of_what_lies_after_it():
     with pytest.raises(
         ValueError, match=r"\[2, 128\] cannot be indexed: its layout, of order \[1, 0\], has that dimension"
     ):

@@ -82,7 +82,7 @@ def observed(monkeypatch):
         # A function of the language that uses what it has found returns it, and does no more with it.
         ("the language's, dropped", True),
         ("the language's, used", False),
-        ("behind a statement", False),
+        ("after a statement", False),
     ],
 )
 def test_whether_the_result_of_an_operation_is_used(observed, how, dropped):
@@ -133,15 +133,15 @@ def test_what_a_program_waits_for(observed, how, condition, dropped):
 
 
 @triton.jit
-def behind_a_wait(flag):
+def after_a_wait(flag):
     ordering.wait(flag, 6, "eq", flag)
     while tl.load(flag, volatile=True) != 6:
         pass
     tl.atomic_add(flag, 1)
 
 
-def test_behind_a_wait_nothing_is_awaited(observed):
-    behind_a_wait[(1,)](torch.full((1,), FLAG, dtype=torch.int32))
+def test_after_a_wait_nothing_is_awaited(observed):
+    after_a_wait[(1,)](torch.full((1,), FLAG, dtype=torch.int32))
     (*_, (_, _, loop)), (operation, dropped, after) = observed[:-1], observed[-1]
     assert loop == Condition("eq", FLAG, 64)
     assert (operation, dropped, after) == ("atomic_add", True, None)

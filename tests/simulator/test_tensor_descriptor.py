@@ -97,9 +97,9 @@ def store_zeros(target, row, column, HOW: tl.constexpr):
 
 @pytest.mark.parametrize("row, column", [(-2, 0), (0, -32)])
 @pytest.mark.parametrize("how", ["store", "add"])
-def test_no_block_is_stored_in_front_of_the_tensor(how, row, column):
+def test_no_block_is_stored_before_the_tensor(how, row, column):
     block = TensorDescriptor.from_tensor(torch.zeros(10, 64), [8, 32])
-    with pytest.raises(ValueError, match=rf"stored at \[{row}, {column}\]: .* in front of the tensor") as caught:
+    with pytest.raises(ValueError, match=rf"stored at \[{row}, {column}\]: .* begins before the tensor") as caught:
         store_zeros[(1,)](block, row, column, how)
     assert "store_zeros" in [frame.name for frame in caught.traceback]
 

@@ -109,7 +109,7 @@ def fetched(ctx, shape, block, dtype, by_columns):
         tile_kernels.gather[grid](ctx.get_device_context(), src, dst, M, N, *src.stride(), source, *block)
         assert_same_bits(dst[:M, :N].contiguous(), pattern(shape, dtype, source))
         dst[:M, :N] = 0
-        assert not dst.float().any(), "behind the edge are zeros"
+        assert not dst.float().any(), "past the edge are zeros"
     ctx.barrier()
 
 

@@ -277,6 +277,6 @@ class Decoder(torch.nn.Module):
 
 def visible(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """The mask of a step, with caches of ``length``: 0 up to each token's position, and minus infinity after it."""
-    behind = torch.arange(length, device=positions.device) > positions[:, None]
-    zeros = torch.zeros(behind.shape, dtype=dtype, device=positions.device)
-    return zeros.masked_fill(behind, -torch.inf)[:, None, None]
+    later = torch.arange(length, device=positions.device) > positions[:, None]
+    zeros = torch.zeros(later.shape, dtype=dtype, device=positions.device)
+    return zeros.masked_fill(later, -torch.inf)[:, None, None]

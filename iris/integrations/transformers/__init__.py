@@ -13,7 +13,7 @@ from iris.integrations import transformers_version
 
 transformers_version.check()
 
-from iris.integrations.transformers.experts import IrisEP  # noqa: E402 (behind the check)
+from iris.integrations.transformers.experts import IrisEP  # noqa: E402 (after the check)
 from iris.integrations.transformers.plan import tp_plan  # noqa: E402
 from iris.integrations.transformers.registration import register  # noqa: E402
 from iris.integrations.transformers.tensor_parallel import FusedColwiseParallel, FusedRowwiseParallel  # noqa: E402

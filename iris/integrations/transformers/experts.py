@@ -89,7 +89,7 @@ class IrisEP(EPImplementation):
         if usual and has_grouped_products(x.dtype):
             y = products(rows, ends, up, down)
         else:
-            # transformers' experts leave out rows of the expert behind the last one.
+            # transformers' experts leave out rows of the expert after the last one.
             number = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
             # Not in `ends`: of a slice, Inductor searches the whole tensor, before torch 2.13 (pytorch/pytorch#182343).
             expert = torch.searchsorted(offsets, number, right=True) - 1

@@ -47,7 +47,7 @@ def has_grouped_products(dtype: torch.dtype) -> bool:
 def products(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """``[R, H]`` → ``[R, H]``: each expert's rows end where ``ends``, int32 ``[E]``, says.
 
-    Rows behind the last of all are left as they are, whatever that is, and so are their gradients: nobody reads them.
+    Rows after the last of all are left as they are, whatever that is, and so are their gradients: nobody reads them.
     """
     grouped_mm = torch.nn.functional.grouped_mm
     gate, other = grouped_mm(rows, up.transpose(1, 2), offs=ends).chunk(2, dim=-1)

@@ -140,7 +140,7 @@ class GroupedCall(NamedTuple):
         if self.expanded and len(self.mat_a) != E:
             return f"mat_a has a matrix for each of mat_b, {E}"
         if not self.expanded and self.offs is None:
-            return "a mat_a of two dimensions needs offs, the row behind each group"
+            return "a mat_a of two dimensions needs offs, the row after each group"
         for role, numbers in (("offs", self.offs), ("counts", self.counts)):
             if numbers is not None and (tuple(numbers.shape) != (E,) or numbers.dtype not in NUMBERS):
                 return f"{role} is int32 or int64, of {E} elements, one for each group"
@@ -175,7 +175,7 @@ class GroupedCall(NamedTuple):
             for group, offset in enumerate(self.offs.tolist()):
                 if not end <= offset <= room:
                     raise InvalidValueError(
-                        f"{NAME}(): offs[{group}] is {offset}. The row behind a group is none before that of the last "
+                        f"{NAME}(): offs[{group}] is {offset}. The row after a group is none before that of the last "
                         f"one, {end}, and there are {room} rows."
                     )
                 rooms[group], end = offset - end, offset

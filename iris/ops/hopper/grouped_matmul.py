@@ -223,7 +223,7 @@ def load(pipeline, tiles, a, b, extents, FORM: gl.constexpr, TILING: gl.constexp
         group, first, count, row, column = tiles.at(number)
         both, alone = row + HALF < count, row + HALF >= count
         row += group * extents.pitch_a + first
-        behind = group * extents.pitch_b
+        offset = group * extents.pitch_b
         for k in range(0, extents.K, BLOCK_K):
             stage = step % S
             mbarrier.wait(pipeline.smem_empty.index(stage), step // S & 1 ^ 1)
@@ -235,16 +235,16 @@ def load(pipeline, tiles, a, b, extents, FORM: gl.constexpr, TILING: gl.constexp
             fetch(a, [row + HALF, k], full, pipeline.tiles_a.index(2 * stage + 1), pred=both)
             if PARTS == 2:
                 second = extents.N if FORM.GATED else BLOCK_N // 2
-                fetch(b, [behind + column, k], full, tile)
-                fetch(b, [behind + second + column, k], full, pipeline.tiles_b.index(PARTS * stage + 1))
+                fetch(b, [offset + column, k], full, tile)
+                fetch(b, [offset + second + column, k], full, pipeline.tiles_b.index(PARTS * stage + 1))
             elif FORM.GATED:
                 gl.static_assert(TILING.TRANS_B, "a B with a gate lies by columns")
-                fetch(b, [behind + column, k], full, tile.slice(0, BLOCK_N // 2))
-                fetch(b, [behind + extents.N + column, k], full, tile.slice(BLOCK_N // 2, BLOCK_N // 2))
+                fetch(b, [offset + column, k], full, tile.slice(0, BLOCK_N // 2))
+                fetch(b, [offset + extents.N + column, k], full, tile.slice(BLOCK_N // 2, BLOCK_N // 2))
             elif TILING.TRANS_B:
-                fetch(b, [behind + column, k], full, tile)
+                fetch(b, [offset + column, k], full, tile)
             else:
-                fetch(b, [behind + k, column], full, tile)
+                fetch(b, [offset + k, column], full, tile)
             step += 1
         number = tiles.after(number, total)
 

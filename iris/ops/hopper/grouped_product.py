@@ -43,19 +43,19 @@ def factors_of_rows(scale, place, like, block, HALF: gl.constexpr):
 
 
 @gluon_jit
-def factors_of_columns(scale, place, like, N, behind):
-    """What the products' columns are multiplied by, as a row of them: of columns of B so many ``behind`` the tile's."""
+def factors_of_columns(scale, place, like, N, offset):
+    """What the products' columns are multiplied by, as a row of them: of columns of B ``offset`` after the tile's."""
     columns = place[4] + gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))
     begin = scale.ptr + place[0].to(gl.int64) * scale.group_stride
-    at = begin + (columns + behind).to(gl.int64) * scale.row_stride
+    at = begin + (columns + offset).to(gl.int64) * scale.row_stride
     return gl.load(at, mask=columns < N, other=0)[None, :]
 
 
 @gluon_jit
-def factor_of_block(scale, place, block, behind):
+def factor_of_block(scale, place, block, offset):
     """The same where all columns of a tile share it, of a block of B's rows."""
     begin = scale.ptr + place[0].to(gl.int64) * scale.group_stride
-    return gl.load(begin + (place[4] + behind) // SCALED_TOGETHER * scale.row_stride + block * scale.column_stride)
+    return gl.load(begin + (place[4] + offset) // SCALED_TOGETHER * scale.row_stride + block * scale.column_stride)
 
 
 @gluon_jit
@@ -102,14 +102,14 @@ def side_by_side(left, right):
 
 
 @gluon_jit
-def factors_of_stage(place, scale_a, scale_b, like, behind, block, HALF: gl.constexpr):
-    """Of the rows of a block of K, of the columns of the tile's first part, and of those so many ``behind`` them."""
+def factors_of_stage(place, scale_a, scale_b, like, offset, block, HALF: gl.constexpr):
+    """Of the rows of a block of K, of the columns of the tile's first part, and of those ``offset`` after them."""
     of_rows, of_first, of_second = 1.0, 1.0, 1.0
     if scale_a.ptr is not None:
         of_rows = factors_of_rows(scale_a, place, like, block=block, HALF=HALF)
     if scale_b.ptr is not None:
-        of_first = factor_of_block(scale_b, place, block, behind=0)
-        of_second = factor_of_block(scale_b, place, block, behind=behind)
+        of_first = factor_of_block(scale_b, place, block, offset=0)
+        of_second = factor_of_block(scale_b, place, block, offset=offset)
     return of_rows, of_first, of_second
 
 
@@ -138,11 +138,11 @@ def scaled_sums(
     first, second = zeros, zeros
     blocks = gl.cdiv(extents.K, SCALED_TOGETHER)
     if FORM.GATED:
-        behind = extents.N
+        offset = extents.N
     else:
         # After the last column there is no second part, and no scale of one.
-        behind = gl.where(place[4] + COLUMNS < extents.N, COLUMNS, 0)
-    of_rows, of_first, of_second = factors_of_stage(place, scale_a, scale_b, zeros, behind=behind, block=0, HALF=HALF)
+        offset = gl.where(place[4] + COLUMNS < extents.N, COLUMNS, 0)
+    of_rows, of_first, of_second = factors_of_stage(place, scale_a, scale_b, zeros, offset=offset, block=0, HALF=HALF)
     for block in range(blocks):
         stage = step % S
         mbarrier.wait(pipeline.smem_full.index(stage), step // S & 1)
@@ -154,7 +154,7 @@ def scaled_sums(
         # After the last one, that one once more.
         following = gl.minimum(block + 1, blocks - 1)
         of_rows, of_first, of_second = factors_of_stage(
-            place, scale_a, scale_b, zeros, behind=behind, block=following, HALF=HALF
+            place, scale_a, scale_b, zeros, offset=offset, block=following, HALF=HALF
         )
         product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(pipeline.smem_empty.index(stage), count=1)
@@ -187,9 +187,9 @@ def results(
         if FORM.GATED:
             acc, right = by_halves(acc)
         if scale_b.ptr is not None:
-            acc *= factors_of_columns(scale_b, place, acc, extents.N, behind=0)
+            acc *= factors_of_columns(scale_b, place, acc, extents.N, offset=0)
             if FORM.GATED:
-                right *= factors_of_columns(scale_b, place, right, extents.N, behind=extents.N)
+                right *= factors_of_columns(scale_b, place, right, extents.N, offset=extents.N)
     if FORM.GATED:
         acc = acc / (1 + gl.exp(-acc)) * right
     return acc

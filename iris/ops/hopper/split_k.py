@@ -61,11 +61,11 @@ class Units:
         """The tile of a unit, which split of it this is, and of how many."""
         if self.SPLIT:
             # After the tiles that are whole.
-            behind = number - (self.tiles - self.last)
+            past_whole = number - (self.tiles - self.last)
             return (
-                gl.where(behind < 0, number, number - behind + behind // self.splits),
-                gl.where(behind < 0, 0, behind % self.splits),
-                gl.where(behind < 0, 1, self.splits),
+                gl.where(past_whole < 0, number, number - past_whole + past_whole // self.splits),
+                gl.where(past_whole < 0, 0, past_whole % self.splits),
+                gl.where(past_whole < 0, 1, self.splits),
             )
         else:
             return number, 0, 1

@@ -1,6 +1,6 @@
 """The receiver acknowledges a message when it has seen the flag, before it has read the data.
 
-That releases what came before it, and the load comes behind: the sender may overwrite the inbox while it is read.
+That releases what came before it, and the load comes after: the sender may overwrite the inbox while it is read.
 """
 
 import torch

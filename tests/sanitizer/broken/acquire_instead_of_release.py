@@ -1,6 +1,6 @@
 """The sender raises the flag with an acquire, the receiver's half of the pair: it holds back nothing that came before.
 
-On a GPU the data may arrive behind the flag.
+On a GPU the data may arrive after the flag.
 """
 
 import torch

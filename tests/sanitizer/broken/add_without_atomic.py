@@ -1,6 +1,6 @@
 """Both ranks add to rank 0's totals by load, addition and store. One of them overwrites what the other has added.
 
-An atomic does the three in one, and needs no order here: the totals are read behind a barrier.
+An atomic does the three in one, and needs no order here: the totals are read after a barrier.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The last rank has its settings already, and takes no part in their broadcast: it waits in the barrier behind it."""
+"""The last rank has its settings already, and takes no part in their broadcast: it waits in the barrier after it."""
 
 from program import command
 

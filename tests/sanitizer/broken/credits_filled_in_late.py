@@ -1,4 +1,4 @@
-"""The host fills in a queue's credits behind the barrier, when a peer may have spent one already: it is back again."""
+"""The host fills in a queue's credits after the barrier, when a peer may have spent one already: it is back again."""
 
 import torch
 import triton

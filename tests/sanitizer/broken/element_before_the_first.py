@@ -1,4 +1,4 @@
-"""A stencil reads the left neighbour of each cell, and the first cell has none: element -1 is in front of the tensor.
+"""A stencil reads the left neighbour of each cell, and the first cell has none: element -1 is before the tensor.
 
 Here the tensor before it ends just there, so that nothing faults and the first result is wrong.
 """

@@ -1,6 +1,6 @@
 """The flag is a relaxed one on both sides, and the reader has no fence between the flag and the data.
 
-Fences order what relaxed operations do not: one in front of the flag's writing, and one behind its reading. Either
+Fences order what relaxed operations do not: one before the flag's writing, and one after its reading. Either
 alone orders nothing, and a GPU may have read the data before it saw the flag.
 """
 

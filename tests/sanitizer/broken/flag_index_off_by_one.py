@@ -1,4 +1,4 @@
-"""In each round the receiver waits for the flag of the next one: behind the last round, for one that nobody raises."""
+"""In each round the receiver waits for the flag of the next one: after the last round, for one that nobody raises."""
 
 import torch
 import triton

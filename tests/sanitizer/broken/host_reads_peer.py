@@ -1,4 +1,4 @@
-"""The host looks at a peer's copy behind its own kernel. That its own is over says nothing about the peer's."""
+"""The host looks at a peer's copy after its own kernel. That its own is over says nothing about the peer's."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""The ranks meet behind the first round's stores, and forget to behind those of the second."""
+"""The ranks meet after the first round's stores, and forget to do so after those of the second."""
 
 import torch
 import triton

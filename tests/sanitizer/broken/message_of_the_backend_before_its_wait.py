@@ -1,4 +1,4 @@
-"""The host clears a tensor into which a message is on its way, by the backend of Iris; and waits behind that."""
+"""The host clears a tensor into which a message is on its way, by the backend of Iris; and waits after that."""
 
 import torch
 import torch.distributed as dist

@@ -1,6 +1,6 @@
 """A ring without its end: the last rank sends to rank num_ranks, which does not exist.
 
-On a GPU the table of heaps is read behind its end, and the data go to whatever address that word makes.
+On a GPU the table of heaps is read past its end, and the data go to whatever address that word makes.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The mask is `<=` instead of `<`: one element is written behind the tensor.
+"""The mask is `<=` instead of `<`: one element is written past the tensor.
 
 It lands in what the heap adds for alignment, until somebody changes the size.
 """

@@ -1,4 +1,4 @@
-"""A partition waits for a peer's data behind a copy by TMA that it has issued; another one waits for that copy alone.
+"""A partition waits for a peer's data after a copy by TMA that it has issued; another one waits for that copy alone.
 
 The copy came before the wait. That it ends orders nothing of what was waited for meanwhile, late as it may end.
 """

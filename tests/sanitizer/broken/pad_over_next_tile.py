@@ -1,4 +1,4 @@
-"""Each program clears the padding behind its tile. Only the last tile has one: behind the others is the next tile.
+"""Each program clears the padding after its tile. Only the last tile has one: after the others is the next tile.
 
 Which of the two programs writes last is chance.
 """
@@ -22,12 +22,12 @@ def send_padded(context_tensor, padded, TILE: tl.constexpr, PAD: tl.constexpr, B
     peer = 1 - ctx.cur_rank
     offsets = pid * TILE + tl.arange(0, TILE)
     ctx.store(padded + offsets, 1 + offsets, peer)  # first
-    behind = (pid + 1) * TILE + tl.arange(0, PAD)
+    padding = (pid + 1) * TILE + tl.arange(0, PAD)
     if BROKEN:
-        last = behind >= 0
+        last = padding >= 0
     else:
-        last = behind >= tl.num_programs(0) * TILE
-    ctx.store(padded + behind, 0, peer, mask=last)  # second
+        last = padding >= tl.num_programs(0) * TILE
+    ctx.store(padded + padding, 0, peer, mask=last)  # second
 
 
 def main(ctx: iris.Iris, broken: bool) -> None:

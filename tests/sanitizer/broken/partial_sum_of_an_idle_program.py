@@ -1,4 +1,4 @@
-"""A program without work leaves before it has written its partial sum; the kernel behind it adds up all of them.
+"""A program without work leaves before it has written its partial sum; the kernel after it adds up all of them.
 
 Who has nothing to add must write a zero.
 """

@@ -1,4 +1,4 @@
-"""The flag is polled by a plain load, and nothing of what lies behind it is ordered.
+"""The flag is polled by a plain load, and nothing of what comes after it is ordered.
 
 A compiler may hoist such a load out of the loop, which then never ends, and a GPU may have read the data before.
 """

@@ -1,4 +1,4 @@
-"""A host polls the flag that a peer's kernel raises, which is no release: the data behind it may come later.
+"""A host polls the flag that a peer's kernel raises, which is no release: the data after it may come later.
 
 The twin raises it by a signal, and who has seen that has acquired what it says.
 """

@@ -1,4 +1,4 @@
-"""The flag behind the data is raised by a relaxed atomic, which orders nothing.
+"""The flag that follows the data is raised by a relaxed atomic, which orders nothing.
 
 On a GPU the flag may arrive before the data, and the receiver then reads what was there before.
 """

@@ -1,6 +1,6 @@
 """The receiver polls the flag with a relaxed atomic: it sees the flag, and nothing says that it sees what came before.
 
-On a GPU the loads behind the loop may have been served by a cache before the flag was up.
+On a GPU the loads after the loop may have been served by a cache before the flag was up.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A relaxed poll with a fence behind it ends with the first of three chunks, and the third is read; or with that."""
+"""A relaxed poll with a fence after it ends with the first of three chunks, and the third is read; or with that."""
 
 import time
 

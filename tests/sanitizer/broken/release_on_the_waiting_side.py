@@ -1,6 +1,6 @@
 """The consumer takes a ticket by compare-and-swap with a release, where it needs an acquire: the pair is two releases.
 
-Nothing keeps the loads of the data behind the swap.
+Nothing keeps the loads of the data after the swap.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """The previous rank as `(rank - 1) % num_ranks`: right in Python, but -1 for rank 0 in a kernel, as in C.
 
-On a GPU the word in front of the table of heaps is then taken for the address of one.
+On a GPU the word before the table of heaps is then taken for the address of one.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Release and acquire are there, but the signal stands in front of the last store, and does not cover it.
+"""Release and acquire are there, but the signal stands before the last store, and does not cover it.
 
 On a GPU, and now and then in the simulator too, the receiver reads the old tail.
 """

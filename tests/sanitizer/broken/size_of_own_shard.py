@@ -1,4 +1,4 @@
-"""Each rank allocates as much as its own shard takes, and the shards are not equal: the offsets behind them differ.
+"""Each rank allocates as much as its own shard takes, and the shards are not equal: the offsets after them differ.
 
 A peer's stores then land in other tensors than the owner's. The largest shard is what all must allocate.
 """

@@ -1,6 +1,6 @@
-"""The host fills the tensor anew that a kernel reads beside it, behind an event of the thread that launches the kernel.
+"""The host fills the tensor anew that a kernel reads beside it, after an event of the thread that launches the kernel.
 
-It is set before the launch in the one, and behind it in the twin.
+It is set before the launch in the one, and after it in the twin.
 """
 
 import queue

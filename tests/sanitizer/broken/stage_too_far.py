@@ -1,6 +1,6 @@
 """A ring of two stages in shared memory is addressed without its remainder.
 
-On a GPU the third tile lands in whatever the block has behind its stages.
+On a GPU the third tile lands in whatever the block has after its stages.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """TMA's store into a peer's buffer is issued before the wait for the peer's leave, and may be done before it, too.
 
-That it is awaited behind the leave does not help.
+That it is awaited after the leave does not help.
 """
 
 import torch

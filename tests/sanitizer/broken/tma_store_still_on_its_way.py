@@ -1,4 +1,4 @@
-"""A signal behind `store_wait`, which by default waits until the block has left shared memory, not until it arrives."""
+"""A signal after `store_wait`, which by default waits until the block has left shared memory, not until it arrives."""
 
 import torch
 from program import command

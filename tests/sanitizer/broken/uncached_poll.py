@@ -1,4 +1,4 @@
-"""A poll by loads with the modifier ".cv" sees the flag change, but orders nothing behind it: that takes a fence."""
+"""A poll by loads with the modifier ".cv" sees the flag change, but orders nothing after it: that takes a fence."""
 
 import torch
 import triton

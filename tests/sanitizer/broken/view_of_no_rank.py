@@ -1,4 +1,4 @@
-"""The host looks at the tensor of the rank behind the last, which there is none of."""
+"""The host looks at the tensor of the rank after the last, which there is none of."""
 
 import torch
 from program import command

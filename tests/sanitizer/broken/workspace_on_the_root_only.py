@@ -1,6 +1,6 @@
 """Only rank 0 needs a workspace, so only rank 0 allocates it.
 
-Everything behind it has other offsets on the other rank, and a peer's stores land in the wrong tensors.
+Everything after it has other offsets on the other rank, and a peer's stores land in the wrong tensors.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A histogram: the largest value falls into bin number BINS, which does not exist; the atomic adds behind the bins."""
+"""A histogram: the largest value falls into bin number BINS, which does not exist; the atomic adds past the bins."""
 
 import torch
 import triton

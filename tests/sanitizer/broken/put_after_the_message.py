@@ -1,6 +1,6 @@
 """Each host sends its right neighbour a message, hears from the left one, and reads what that one has put.
 
-The message tells of what its sender did before: the put has to be asked for in front of it, not behind it.
+The message tells of what its sender did before: the put has to be asked for before it, not after it.
 """
 
 import torch
