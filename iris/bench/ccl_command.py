@@ -15,10 +15,11 @@ from iris import simulator
 from iris.bench import collectives as measuring
 from iris.bench import optional_peers, ranks
 from iris.bench.ceilings import ceilings
+from iris.bench.options import check_choices
 from iris.bench.report import below_floor
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
-from iris.errors import InvalidValueError, SeveralHostsError, UnknownChoiceError
+from iris.errors import InvalidValueError, SeveralHostsError
 
 # In the simulator a MiB takes seconds.
 SIZES_SIMULATED = tuple(KiB << 10 for KiB in (1, 8, 32, 128))
@@ -39,19 +40,16 @@ def run(
 
     ``sizes``: in bytes.
     """
-    for name, given, possible in (
+    check_choices(
         ("--collective", collectives, measuring.COLLECTIVES),
         ("--library", libraries, measuring.LIBRARIES),
-    ):
-        for value in given:
-            if value not in possible:
-                raise UnknownChoiceError(name, value, possible)
+    )
     chosen = list(collectives or measuring.COLLECTIVES)
     bytes_ = list(sizes or (SIZES_SIMULATED if simulator.ACTIVE else SIZES))
     if "RANK" not in os.environ:
         # Ranks that are started here are on one host.
         check_choice(libraries, sms, 1)
-    ranks.measure(ranks.number(num_ranks), run_on_rank, chosen, libraries, dtype, bytes_, sms, floors, out)
+    ranks.run(ranks.number(num_ranks), run_on_rank, chosen, libraries, dtype, bytes_, sms, floors, out)
 
 
 def run_on_rank(

@@ -14,10 +14,11 @@ from rich.table import Table
 from iris import simulator
 from iris.bench import operations as measuring
 from iris.bench import optional_peers, plots, ranks
+from iris.bench.options import check_choices
 from iris.bench.report import below_floor
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
-from iris.errors import InvalidValueError, UnknownChoiceError
+from iris.errors import InvalidValueError
 
 
 def run(
@@ -31,13 +32,10 @@ def run(
     num_ranks: int | None = None,
 ) -> None:
     """See the command's help. Starts ``num_ranks`` ranks, or is collective over those that torchrun started."""
-    for name, given, possible in (
+    check_choices(
         ("--operation", operations, measuring.OPERATIONS),
         ("--library", libraries, measuring.LIBRARIES),
-    ):
-        for value in given:
-            if value not in possible:
-                raise UnknownChoiceError(name, value, possible)
+    )
     # Rows to normalise are not of fp8, though the result may be.
     known: Sequence[str] = measuring.OPERATIONS if getattr(torch, dtype).itemsize > 1 else measuring.PRODUCTS
     chosen = list(operations or known)
@@ -62,7 +60,7 @@ def run(
             f"Nothing to measure: {' and '.join(libraries)} cannot do {' or '.join(chosen)}. "
             "Leave out --library or --operation, or give another."
         )
-    ranks.measure(num_ranks, run_on_rank, chosen, libraries, dtype, sizes, pictures, floors, out)
+    ranks.run(num_ranks, run_on_rank, chosen, libraries, dtype, sizes, pictures, floors, out)
 
 
 def run_on_rank(
