@@ -380,27 +380,6 @@ def test_numbers_of_rows_that_are_not_known(ranks):
     run_with_group(ranks, unknown_sizes)
 
 
-def inferred_sizes(ctx):
-    """A reshape leaves an extent to torch, besides the one that is scattered, so two are not known."""
-    me, w, report = ctx.cur_rank, random(ctx, (K, N), seed=1)[0], FusionReport()
-    x = random(ctx, (4, 6, K))
-
-    def function(x, w):
-        return scattered((x.flatten(0, 1) @ w).view(x.shape[0], -1, w.shape[1]))
-
-    with torch.no_grad():
-        result = compiled(function, report, dynamic=True)(x[me], w)
-    total = sum(each.double() for each in x) @ w.double()
-    near(result, total.chunk(ctx.num_ranks)[me], torch.float32)
-    expect(report, {}, "extents of several dimensions")
-
-
-@pytest.mark.thorough
-@pytest.mark.ranks(2)
-def test_an_extent_that_a_reshape_leaves_to_torch(ranks):
-    run_with_group(ranks, inferred_sizes)
-
-
 # The code that Inductor makes -----------------------------------------------------------------------------------------
 
 
