@@ -69,24 +69,24 @@ def run_on_rank(
         check_choice(beside, sms, hosts)
         rows: list[measuring.Row] = []
         total = len(chosen) * len(bytes_) * len(sms) * len(beside)
-        console = Console(stderr=True, quiet=ctx.get_rank() > 0)
+        console = Console(stderr=True, quiet=ctx.cur_rank > 0)
         with Progress(console=console) as progress:
             task = progress.add_task("collectives", total=total)
             for row in measuring.measure(ctx, chosen, bytes_, sms, beside, getattr(torch, dtype)):
                 rows.append(row)
                 progress.update(task, advance=1)
-                if ctx.get_rank() == 0 and out is not None:
-                    measuring.write(out, ctx.get_num_ranks(), rows, {}, hosts)
+                if ctx.cur_rank == 0 and out is not None:
+                    measuring.write(out, ctx.num_ranks, rows, {}, hosts)
         # Of links within a host.
         ceiling = ceilings(ctx) if hosts == 1 else {}
-        if ctx.get_rank() == 0:
+        if ctx.cur_rank == 0:
             show(rows)
             for name, rate in ceiling.items():
                 click.echo(f"{name}: {rate:.0f}")
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)
             if out is not None:
-                measuring.write(out, ctx.get_num_ranks(), rows, ceiling, hosts)
+                measuring.write(out, ctx.num_ranks, rows, ceiling, hosts)
                 if find_spec("matplotlib"):
                     from iris.bench import plots
 
@@ -98,7 +98,7 @@ def run_on_rank(
             if row.reason and row.library.startswith("iris")
         ]
         if floors is not None:
-            missed += below_floor(floors, "ccl", ctx.get_num_ranks(), figures(rows), hosts)
+            missed += below_floor(floors, "ccl", ctx.num_ranks, figures(rows), hosts)
     return missed
 
 

@@ -64,7 +64,7 @@ def run_on_rank(
         ranks.check_libraries(libraries, ctx.num_hosts, ("torch",))
         rows: list[measuring.Row] = []
         name = f"experts_{name_of_ranks(ctx.num_local_ranks, ctx.num_hosts)}"
-        console = Console(stderr=True, quiet=ctx.get_rank() > 0)
+        console = Console(stderr=True, quiet=ctx.cur_rank > 0)
         with Progress(console=console) as progress:
             of_iris = [library for library in libraries if library != "torch"]
             each = len(layouts) * len(sms) * len(of_iris) + ("torch" in libraries)
@@ -72,9 +72,9 @@ def run_on_rank(
             for row in measuring.measure(ctx, shapes, layouts, sms, libraries, getattr(torch, dtype), low_latency):
                 rows.append(row)
                 progress.update(task, advance=1)
-                if ctx.get_rank() == 0 and out is not None:
+                if ctx.cur_rank == 0 and out is not None:
                     save_rows(out / f"{name}.csv", ctx.num_ranks, ctx.num_hosts, rows)
-        if ctx.get_rank() == 0:
+        if ctx.cur_rank == 0:
             show(rows)
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)

@@ -76,16 +76,16 @@ def run_on_rank(
     with iris(1 << 20) as ctx:
         rows: list[measuring.Row] = []
         name = f"model_{model}_{name_of_ranks(ctx.num_local_ranks, ctx.num_hosts)}"
-        console = Console(stderr=True, quiet=ctx.get_rank() > 0)
+        console = Console(stderr=True, quiet=ctx.cur_rank > 0)
         with Progress(console=console) as progress:
             measured = sum(WAYS[way].suits(case.mode, dimensions) for case in cases for way in ways)
             task = progress.add_task("model", total=measured)
             for row in measuring.measure(ctx, model, dimensions, cases, ways, getattr(torch, dtype)):
                 rows.append(row)
                 progress.update(task, advance=1)
-                if ctx.get_rank() == 0 and out is not None:
+                if ctx.cur_rank == 0 and out is not None:
                     save_rows(out / f"{name}.csv", ctx.num_ranks, ctx.num_hosts, rows)
-        if ctx.get_rank() == 0:
+        if ctx.cur_rank == 0:
             show(rows)
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)

@@ -12,7 +12,6 @@ Of fp8 A lies by rows and B by columns, as cuBLAS takes them, the result is bf16
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,7 +23,6 @@ from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.norms import NORM
 from iris.bench.ranks import failure
 from iris.bench.repetitions import Repetitions, repetitions
-from iris.bench.report import save_rows
 from iris.compat.scaled_mm import scaled_mm
 from iris.compat.symmetric_memory import allow_fused_operators
 from iris.context import Iris
@@ -360,8 +358,3 @@ def _ways(
         return optional_peers.Calls(call, call)
 
     return make, lambda library, call: check(ctx, operation, x, call), 8 << 20
-
-
-def write(folder: Path, name: str, num_ranks: int, rows: list[Row], num_hosts: int = 1) -> None:
-    """The rows as CSV and JSON, the latter with what they depend on."""
-    save_rows(folder / f"{name}.csv", num_ranks, num_hosts, rows)

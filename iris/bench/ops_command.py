@@ -15,7 +15,7 @@ from iris import simulator
 from iris.bench import operations as measuring
 from iris.bench import optional_peers, plots, ranks
 from iris.bench.options import check_choices
-from iris.bench.report import below_floor
+from iris.bench.report import below_floor, save_rows
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
 from iris.errors import InvalidValueError
@@ -91,15 +91,15 @@ def run_on_rank(
         rows: list[measuring.Row] = []
         ranks_here = name_of_ranks(ctx.num_local_ranks, hosts)
         name = file_name("operations", dtype, ranks_here)
-        console = Console(stderr=True, quiet=ctx.get_rank() > 0)
+        console = Console(stderr=True, quiet=ctx.cur_rank > 0)
         with Progress(console=console) as progress:
             task = progress.add_task("operations", total=len(chosen) * len(sizes) * len(beside))
             for row in measuring.measure(ctx, chosen, sizes, beside, getattr(torch, dtype)):
                 rows.append(row)
                 progress.update(task, advance=1)
-                if ctx.get_rank() == 0 and out is not None:
-                    measuring.write(out, name, ctx.get_num_ranks(), rows, hosts)
-        if ctx.get_rank() == 0:
+                if ctx.cur_rank == 0 and out is not None:
+                    save_rows(out / f"{name}.csv", ctx.num_ranks, hosts, rows)
+        if ctx.cur_rank == 0:
             show(rows)
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)
@@ -113,7 +113,7 @@ def run_on_rank(
         if row.failed and row.library.startswith("iris")
     ]
     if floors is not None:
-        missed += below_floor(floors, "ops", ctx.get_num_ranks(), figures(rows), hosts)
+        missed += below_floor(floors, "ops", ctx.num_ranks, figures(rows), hosts)
     return missed
 
 

@@ -63,7 +63,7 @@ def run(sizes: list[int], out: Path | None) -> list[str]:
     for name in (COLLECTIVES_FILE, OPERATIONS_FILE):
         check_writable(folder / name)
     with iris(4 * sizes[-1] + (64 << 20)) as ctx:
-        device, is_first, size = gpu_name(ctx.device), ctx.get_rank() == 0, ctx.get_num_ranks()
+        device, is_first, size = gpu_name(ctx.device), ctx.cur_rank == 0, ctx.num_ranks
 
         def report(line: str) -> None:
             if is_first:

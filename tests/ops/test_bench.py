@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from iris.bench import norms, operations, ops_command, plots
+from iris.bench.report import save_rows
 from iris.errors import InvalidValueError
 
 
@@ -37,7 +38,7 @@ def test_what_is_measured(ranks, tmp_path):
         else:
             assert row.error is None
     assert len(rows) == 2 * (4 * 5 + len(by_copies)) + len(of_norms)
-    operations.write(tmp_path, "operations_2", 2, rows)
+    save_rows(tmp_path / "operations_2.csv", 2, 1, rows)
     written = json.loads((tmp_path / "operations_2.json").read_text())
     assert [operations.Row(**row) for row in written["rows"]] == rows
     assert {file.stem for file in plots.draw_operations(tmp_path, "operations_2", rows)} == {
