@@ -179,7 +179,7 @@ def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -
     sizes = [smallest << 10]
     while sizes[-1] < largest << 10:
         sizes.append(2 * sizes[-1])
-    ranks.measure(ranks.number(num_ranks), tuning.run, sizes, out)
+    ranks.run(ranks.number(num_ranks), tuning.run, sizes, out)
 
 
 @commands.group()

@@ -119,7 +119,7 @@ TEMPORARIES = {
     "heap/pool.py": {"empty", "peer", "_from_torch"},
     "heap/symmetric.py": {"empty", "peer"},
     "inductor/operators.py": {None, "all_reduce_add_rms_norm", "_rows_and_scales"},
-    "inductor/symm_mem.py": {"_gather", "_of_all_rows", "_scatter"},
+    "inductor/symm_mem.py": {"_gather", "_scales_of_all_ranks", "_scatter"},
     "integrations/transformers/experts.py": {"_forward"},
     "ops/call.py": {"scales"},
     "ops/experts_functional.py": {"_backward", "_like", "_like_backward", "_multiply", "experts_mlp"},

@@ -15,10 +15,11 @@ from iris import simulator
 from iris.bench import collectives as measuring
 from iris.bench import optional_peers, ranks
 from iris.bench.ceilings import ceilings
+from iris.bench.options import check_choices
 from iris.bench.report import below_floor
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
-from iris.errors import InvalidValueError, SeveralHostsError, UnknownChoiceError
+from iris.errors import InvalidValueError, SeveralHostsError
 
 # In the simulator a MiB takes seconds.
 SIZES_SIMULATED = tuple(KiB << 10 for KiB in (1, 8, 32, 128))
@@ -39,19 +40,16 @@ def run(
 
     ``sizes``: in bytes.
     """
-    for name, given, possible in (
+    check_choices(
         ("--collective", collectives, measuring.COLLECTIVES),
         ("--library", libraries, measuring.LIBRARIES),
-    ):
-        for value in given:
-            if value not in possible:
-                raise UnknownChoiceError(name, value, possible)
+    )
     chosen = list(collectives or measuring.COLLECTIVES)
     bytes_ = list(sizes or (SIZES_SIMULATED if simulator.ACTIVE else SIZES))
     if "RANK" not in os.environ:
         # Ranks that are started here are on one host.
         check_choice(libraries, sms, 1)
-    ranks.measure(ranks.number(num_ranks), run_on_rank, chosen, libraries, dtype, bytes_, sms, floors, out)
+    ranks.run(ranks.number(num_ranks), run_on_rank, chosen, libraries, dtype, bytes_, sms, floors, out)
 
 
 def run_on_rank(
@@ -71,24 +69,24 @@ def run_on_rank(
         check_choice(beside, sms, hosts)
         rows: list[measuring.Row] = []
         total = len(chosen) * len(bytes_) * len(sms) * len(beside)
-        console = Console(stderr=True, quiet=ctx.get_rank() > 0)
+        console = Console(stderr=True, quiet=ctx.cur_rank > 0)
         with Progress(console=console) as progress:
             task = progress.add_task("collectives", total=total)
             for row in measuring.measure(ctx, chosen, bytes_, sms, beside, getattr(torch, dtype)):
                 rows.append(row)
                 progress.update(task, advance=1)
-                if ctx.get_rank() == 0 and out is not None:
-                    measuring.write(out, ctx.get_num_ranks(), rows, {}, hosts)
+                if ctx.cur_rank == 0 and out is not None:
+                    measuring.write(out, ctx.num_ranks, rows, {}, hosts)
         # Of links within a host.
         ceiling = ceilings(ctx) if hosts == 1 else {}
-        if ctx.get_rank() == 0:
+        if ctx.cur_rank == 0:
             show(rows)
             for name, rate in ceiling.items():
                 click.echo(f"{name}: {rate:.0f}")
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)
             if out is not None:
-                measuring.write(out, ctx.get_num_ranks(), rows, ceiling, hosts)
+                measuring.write(out, ctx.num_ranks, rows, ceiling, hosts)
                 if find_spec("matplotlib"):
                     from iris.bench import plots
 
@@ -100,7 +98,7 @@ def run_on_rank(
             if row.reason and row.library.startswith("iris")
         ]
         if floors is not None:
-            missed += below_floor(floors, "ccl", ctx.get_num_ranks(), figures(rows), hosts)
+            missed += below_floor(floors, "ccl", ctx.num_ranks, figures(rows), hosts)
     return missed
 
 

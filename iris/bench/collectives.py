@@ -54,7 +54,10 @@ class Row(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a library is called with. ``checked``: a call that leaves its result there, where ``call`` does not."""
+    """A library's call on ``operands``. ``checked``: a call that leaves its result there, where ``call`` may not.
+
+    ``capturing``: the context in which graphs of ``call`` are captured.
+    """
 
     operands: Operands
     call: Callable[[], object]
@@ -68,7 +71,7 @@ def bus_bytes(collective: str, nbytes: int, size: int) -> float:
     return share * nbytes
 
 
-def iris_calls(ctx: Iris, operands: Operands, config: Config | None) -> peers.Calls:
+def iris_calls(ctx: Iris, operands: Operands, config: Config | None) -> peers.ByName:
     """Iris on these tensors."""
     x, out, part = operands
     return {
@@ -130,7 +133,7 @@ def check(ctx: Iris, collective: str, operands: Operands, call: Callable[[], obj
 
 
 def microseconds(ctx: Iris, call: Callable[[], object], nbytes: int) -> float:
-    """The slowest rank's time of a call, which has been made before."""
+    """The slowest rank's time of a call, which has been made before. ``nbytes``: of `repetitions`. Collective."""
     often = repetitions(ctx, call, nbytes)
     return microseconds_of_each(ctx, [ready(ctx, call, often)], often)[0]
 
@@ -141,7 +144,7 @@ def ready(
     often: Repetitions,
     capturing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Any:
-    """What `microseconds_of_each` takes: a graph of calls, or the call where there are none."""
+    """What `microseconds_of_each` takes: on GPUs a graph of calls, else the call itself."""
     if ctx.device.type != "cuda":
         return call
     with capturing():
@@ -149,7 +152,7 @@ def ready(
 
 
 def microseconds_of_each(ctx: Iris, readied: Sequence[Any], often: Repetitions) -> list[float]:
-    """The slowest rank's time of each call, measured by turns."""
+    """The slowest rank's time of each call, measured by turns, the same on all ranks. Collective; blocks the host."""
     ctx.barrier()
     if ctx.device.type == "cuda":
         mine = microseconds_in_turns(readied, *often)
@@ -188,7 +191,10 @@ def _measure(
     windows: list[torch.Tensor],
     others: dict[str, optional_peers.Peer],
 ) -> Iterator[Row]:
-    """The rows of `measure`, when all libraries are there."""
+    """The rows of `measure`, when all libraries are there.
+
+    ``groups``: NCCL's by the multiprocessors that they may use. ``windows``: `peers.windows`, if they are measured.
+    """
     name = str(dtype).removeprefix("torch.")
     for nbytes in sizes:
         shared = counts(nbytes, dtype.itemsize, ctx.num_ranks)
@@ -244,7 +250,7 @@ def _case(
     groups: dict,
     others: dict[str, optional_peers.Peer],
 ) -> Case | None:
-    """What a library is called with, if it has that collective."""
+    """The library's call, if it has that collective and can be limited to ``limit`` multiprocessors; 0: no limit."""
 
     def of(operands: Operands, call: Callable[[], object]) -> Case:
         return Case(operands, call, call)

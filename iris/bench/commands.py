@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from iris import requirements
-from iris.bench.options import DTYPES, FACTORS, NUM_RANKS, Floors, Numbers, Sizes
+from iris.bench.options import DTYPES, MATRIX_DTYPES, NUM_RANKS, Floors, Numbers, Sizes
 
 
 @click.group()
@@ -68,12 +68,12 @@ def ccl(
     "libraries",
     multiple=True,
     help="iris, 'iris triton', vendor, torch, gemm ...; and for all_reduce_rms_norm 'iris residual', 'iris fp8' (the "
-    "same with a factor for each row), both also as 'iris sharded' and 'iris sharded fp8' (the residual by rows), "
+    "same with a scale for each row), both also as 'iris sharded' and 'iris sharded fp8' (the residual by rows), "
     "flashinfer, 'flashinfer one shot', 'flashinfer two shot' or sglang. Over several hosts also 'iris beside rails' "
     "and 'iris in turn'. If not given, all of the first and those of Iris, and of the others flashinfer and sglang "
     "where they are installed.",
 )
-@click.option("--dtype", type=FACTORS, default="bfloat16", show_default=True)
+@click.option("--dtype", type=MATRIX_DTYPES, default="bfloat16", show_default=True)
 @click.option(
     "--shape",
     "shapes",
@@ -244,4 +244,4 @@ def memory(groups: int, out: Path | None, num_ranks: int | None) -> None:
     requirements.check()
     from iris.bench import memory, ranks
 
-    ranks.measure(ranks.number(num_ranks), memory.run_on_rank, groups, out)
+    ranks.run(ranks.number(num_ranks), memory.run_on_rank, groups, out)

@@ -24,11 +24,11 @@ from iris.context import Iris
 from iris.experts import ExpertParallel, ExpertsConfig, Received
 from iris.experts.rows import GROUP
 
-# "iris fp8": rows are divided by a factor for each 128 elements and sent as fp8, and come back in the dtype.
+# "iris fp8": rows are sent as fp8, with a scale for each 128 elements, and come back in the dtype.
 FP8 = "iris fp8"
 LIBRARIES = ("iris", FP8, "torch")
 LAYOUTS = ("expanded", "compact")
-# On a GPU, of a measurement of calls.
+# Calls that are timed together on a GPU, outside of graphs.
 CALLS = 20
 
 
@@ -80,7 +80,7 @@ def route(shape: Shape, rank: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def row_bytes(shape: Shape, dtype: torch.dtype, library: str) -> tuple[int, int]:
-    """Of a row there, with its factors, and back."""
+    """Bytes of a row there, with its scales if it is fp8, and back."""
     wide = shape.hidden * dtype.itemsize
     return (shape.hidden + shape.hidden // GROUP * 4 if library == FP8 else wide), wide
 
@@ -97,8 +97,8 @@ def link_bytes(shape: Shape, num_ranks: int, dtype: torch.dtype, device: torch.d
     return int((rows.sum(dim=1) * there + rows.sum(dim=0) * back).max())
 
 
-# Of rows by expert, and the numbers of rows of each local expert from each rank, ``[W, E / W]``: what experts make.
 Apply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""What experts do: their results, from rows by expert and from how many rows each has of each rank, ``[W, E / W]``."""
 
 
 def as_they_are(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -235,15 +235,15 @@ def _row(
 
 
 def widened(received: Received, dtype: torch.dtype) -> torch.Tensor:
-    """The rows; of fp8, times their factors. Those that nobody wrote are not read."""
+    """The rows; of fp8, times their scales. Rows that nobody wrote are not read."""
     if received.scales is None:
         return received.rows
     made = torch.zeros(received.rows.shape, dtype=dtype, device=received.rows.device)
     rows, scales, to = received.rows.flatten(0, -2), received.scales.flatten(0, -2), made.flatten(0, -2)
     for first, count in zip(received.offsets.tolist(), received.counts.tolist(), strict=False):
         there = slice(first, first + count)
-        factors = scales[there].repeat_interleave(GROUP, dim=1)[:, : rows.shape[1]]
-        to[there] = (rows[there].float() * factors).to(dtype)
+        of_elements = scales[there].repeat_interleave(GROUP, dim=1)[:, : rows.shape[1]]
+        to[there] = (rows[there].float() * of_elements).to(dtype)
     return made
 
 

@@ -12,10 +12,10 @@ from rich.table import Table
 from iris import simulator
 from iris.bench import experts as measuring
 from iris.bench import plots, ranks
+from iris.bench.options import check_choices
 from iris.bench.report import below_floor, save_rows
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
-from iris.errors import UnknownChoiceError
 
 
 def run(
@@ -33,13 +33,10 @@ def run(
     low_latency: bool | None = None,
 ) -> None:
     """See the command's help. Starts ``num_ranks`` ranks, or is collective over those that torchrun started."""
-    for name, given, possible in (
+    check_choices(
         ("--layout", layouts, measuring.LAYOUTS),
         ("--library", libraries, measuring.LIBRARIES),
-    ):
-        for value in given:
-            if value not in possible:
-                raise UnknownChoiceError(name, value, possible)
+    )
     num_ranks = ranks.number(num_ranks)
     if num_experts % num_ranks:
         raise click.UsageError(
@@ -48,7 +45,7 @@ def run(
     if top_k > num_experts:
         raise click.UsageError(f"--top-k {top_k} is more than there are experts, {num_experts}.")
     shapes = [measuring.Shape(each, hidden, num_experts, top_k) for each in tokens]
-    ranks.measure(num_ranks, run_on_rank, shapes, layouts, libraries, dtype, sms, floors, out, low_latency)
+    ranks.run(num_ranks, run_on_rank, shapes, layouts, libraries, dtype, sms, floors, out, low_latency)
 
 
 def run_on_rank(
@@ -67,7 +64,7 @@ def run_on_rank(
         ranks.check_libraries(libraries, ctx.num_hosts, ("torch",))
         rows: list[measuring.Row] = []
         name = f"experts_{name_of_ranks(ctx.num_local_ranks, ctx.num_hosts)}"
-        console = Console(stderr=True, quiet=ctx.get_rank() > 0)
+        console = Console(stderr=True, quiet=ctx.cur_rank > 0)
         with Progress(console=console) as progress:
             of_iris = [library for library in libraries if library != "torch"]
             each = len(layouts) * len(sms) * len(of_iris) + ("torch" in libraries)
@@ -75,9 +72,9 @@ def run_on_rank(
             for row in measuring.measure(ctx, shapes, layouts, sms, libraries, getattr(torch, dtype), low_latency):
                 rows.append(row)
                 progress.update(task, advance=1)
-                if ctx.get_rank() == 0 and out is not None:
+                if ctx.cur_rank == 0 and out is not None:
                     save_rows(out / f"{name}.csv", ctx.num_ranks, ctx.num_hosts, rows)
-        if ctx.get_rank() == 0:
+        if ctx.cur_rank == 0:
             show(rows)
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)

@@ -132,7 +132,7 @@ def tile_ns_per_k(ctx: Iris, time: Timer, dtype: torch.dtype, columns: int) -> f
 
     def call(depth: int) -> Callable[[], object]:
         x = random_operands(ctx, 128 * rows_of_tiles, columns * tiles_of_row, depth, dtype)
-        return lambda: ctx.ops.matmul_reduce_scatter(x.out, x.a, x.b, scale_a=x.factor, scale_b=x.factor, config=config)
+        return lambda: ctx.ops.matmul_reduce_scatter(x.out, x.a, x.b, scale_a=x.scale, scale_b=x.scale, config=config)
 
     return ns_per_k(time, call)
 

@@ -16,10 +16,10 @@ from iris.bench.model.cases import MODES, Case
 from iris.bench.model.dimensions import MODELS, Dimensions
 from iris.bench.model.experts import MOST_TOKENS
 from iris.bench.model.ways import BY_DEFAULT, WAYS
+from iris.bench.options import check_choices
 from iris.bench.report import save_rows
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
-from iris.errors import UnknownChoiceError
 
 # A training step takes more memory than the weights of a large model leave on few GPUs.
 USUAL_MODES = ("decode", "prefill")
@@ -39,14 +39,11 @@ def run(
 ) -> None:
     """See the command's help. Starts ``num_ranks`` ranks, or is collective over those that torchrun started."""
     model = model or ("tiny" if simulator.ACTIVE else "llama-8b")
-    for name, given, possible in (
+    check_choices(
         ("--model", (model,), MODELS),
         ("--mode", modes, MODES),
         ("--way", ways, WAYS),
-    ):
-        for value in given:
-            if value not in possible:
-                raise UnknownChoiceError(name, value, possible)
+    )
     context = context or (12 if simulator.ACTIVE else 1024)
     dimensions = MODELS[model]._replace(**({"layers": layers} if layers else {}))
     num_ranks = ranks.number(num_ranks)
@@ -64,7 +61,7 @@ def run(
             raise click.UsageError(f"--prompts {prompts} --context {context} cannot be measured: {problem}.")
         if dimensions.experts and case.tokens > MOST_TOKENS:
             raise click.UsageError(f"A {case.mode} of {case.tokens} tokens is too much: give {MOST_TOKENS} at most.")
-    ranks.measure(num_ranks, run_on_rank, model, dimensions, cases, tuple(ways or BY_DEFAULT), dtype, out)
+    ranks.run(num_ranks, run_on_rank, model, dimensions, cases, tuple(ways or BY_DEFAULT), dtype, out)
 
 
 def run_on_rank(
@@ -79,16 +76,16 @@ def run_on_rank(
     with iris(1 << 20) as ctx:
         rows: list[measuring.Row] = []
         name = f"model_{model}_{name_of_ranks(ctx.num_local_ranks, ctx.num_hosts)}"
-        console = Console(stderr=True, quiet=ctx.get_rank() > 0)
+        console = Console(stderr=True, quiet=ctx.cur_rank > 0)
         with Progress(console=console) as progress:
             measured = sum(WAYS[way].suits(case.mode, dimensions) for case in cases for way in ways)
             task = progress.add_task("model", total=measured)
             for row in measuring.measure(ctx, model, dimensions, cases, ways, getattr(torch, dtype)):
                 rows.append(row)
                 progress.update(task, advance=1)
-                if ctx.get_rank() == 0 and out is not None:
+                if ctx.cur_rank == 0 and out is not None:
                     save_rows(out / f"{name}.csv", ctx.num_ranks, ctx.num_hosts, rows)
-        if ctx.get_rank() == 0:
+        if ctx.cur_rank == 0:
             show(rows)
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)

@@ -18,8 +18,8 @@ from iris.context import Iris
 
 NORM = "all_reduce_rms_norm"
 EPS = 1e-6
-# With a residual, which other projects' have as well; with a result of fp8 besides, and a factor for each row; and the
-# same with a residual that is sharded by rows.
+# With a residual, as other projects' kernels have it; with a result of fp8 besides, and a scale for each row; and both
+# with a residual that is sharded by rows.
 RESIDUAL, FP8, SHARDED, SHARDED_FP8 = "iris residual", "iris fp8", "iris sharded", "iris sharded fp8"
 OF_IRIS = ("iris", RESIDUAL, FP8, SHARDED, SHARDED_FP8)
 # Iris' all-reduce, alone.

@@ -6,13 +6,12 @@ all_gather_matmul with ``gather_dim="k"``, K / W columns of A and all of B; for 
 rows of B. all_reduce_rms_norm has M rows of N columns and no K (`iris.bench.norms`). Every product of Iris is compared
 with that of the vendor once before it is timed.
 
-Of fp8 A lies by rows and B by columns, as cuBLAS takes them, the result is bf16, and the factors are 1.
+Of fp8 A lies by rows and B by columns, as cuBLAS takes them, the result is bf16, and the scales are 1.
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,7 +23,6 @@ from iris.bench.collectives import microseconds_of_each, ready
 from iris.bench.norms import NORM
 from iris.bench.ranks import failure
 from iris.bench.repetitions import Repetitions, repetitions
-from iris.bench.report import save_rows
 from iris.compat.scaled_mm import scaled_mm
 from iris.compat.symmetric_memory import allow_fused_operators
 from iris.context import Iris
@@ -39,8 +37,8 @@ PRODUCTS = ("all_gather_matmul", GATHER_K, "matmul_all_gather", "matmul_reduce_s
 OPERATIONS = (*PRODUCTS, NORM)
 # "gemm": the vendor's product alone.
 OF_PRODUCTS = ("iris", "iris gluon", "iris triton", "iris copies", "vendor", "torch", "gemm")
-# Over several hosts, those that have a loop over these: "iris" with products that run beside rails, or by turns with
-# them, where its own choice is one of both.
+# Over several hosts: "iris" with products that run at the same time as transfers between hosts (rails), or in turn with
+# them, where plain "iris" chooses one of the two.
 BESIDE_RAILS = {"iris beside rails": True, "iris in turn": False}
 ON_ONE_HOST = tuple(dict.fromkeys((*OF_PRODUCTS, *norms.LIBRARIES)))
 LIBRARIES = (*ON_ONE_HOST, *BESIDE_RAILS)
@@ -56,7 +54,7 @@ SHAPES = [
 ]
 # From the rows of a decoding step to those of a long prompt.
 SWEEP = [(1 << i, 8192, 8192) for i in range(4, 15)]
-# Of which sizes each rank has its part.
+# The sizes that are split among the ranks.
 SHARED = {
     "all_gather_matmul": "MN",
     GATHER_K: "K",
@@ -126,30 +124,30 @@ class Row(NamedTuple):
 class Operands(NamedTuple):
     """Of one rank: ``a [m, k]``, ``b [k, n]``, ``out``, and ``whole``: what is gathered, or a product alone.
 
-    Of fp8, ``factor`` is what A and B are multiplied by.
+    ``scale``: of fp8, that of A and of B, a float32 number on the device.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     out: torch.Tensor
     whole: torch.Tensor
-    factor: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
 
     def multiply(self, a: torch.Tensor, out: torch.Tensor) -> None:
         """``out = a b``, by the vendor's GEMM."""
-        if self.factor is None:
+        if self.scale is None:
             torch.mm(a, self.b, out=out)
         else:
-            scaled_mm(a, self.b, self.factor, self.factor, out_dtype=out.dtype, out=out)
+            scaled_mm(a, self.b, self.scale, self.scale, out_dtype=out.dtype, out=out)
 
 
 def operands(ctx: Iris, operation: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Operands:
     """Random matrices of this rank; ``out`` is on the heap."""
     (M, N, K), W = shape, ctx.num_ranks
     generator = torch.Generator(ctx.device).manual_seed(M + ctx.cur_rank)
-    result, factor = dtype, None
+    result, scale = dtype, None
     if dtype.itemsize == 1:
-        result, factor = torch.bfloat16, torch.ones((), device=ctx.device)
+        result, scale = torch.bfloat16, torch.ones((), device=ctx.device)
 
     def random(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=ctx.device, dtype=result).to(dtype)
@@ -161,13 +159,13 @@ def operands(ctx: Iris, operation: str, shape: tuple[int, int, int], dtype: torc
         return ctx.zeros(*size, dtype=result)
 
     if operation == "all_gather_matmul":
-        return Operands(random(M // W, K), b(K, N // W), out(M, N // W), random(M, K), factor)
+        return Operands(random(M // W, K), b(K, N // W), out(M, N // W), random(M, K), scale)
     if operation == GATHER_K:
-        return Operands(random(M, K // W), b(K, N), out(M, N), random(M, K), factor)
+        return Operands(random(M, K // W), b(K, N), out(M, N), random(M, K), scale)
     if operation == "matmul_all_gather":
-        return Operands(random(M // W, K), b(K, N), out(M, N), random(M // W, N, dtype=result), factor)
+        return Operands(random(M // W, K), b(K, N), out(M, N), random(M // W, N, dtype=result), scale)
     rows = M // W if operation == "matmul_reduce_scatter" else M
-    return Operands(random(M, K // W), b(K // W, N), out(rows, N), random(M, N, dtype=result), factor)
+    return Operands(random(M, K // W), b(K // W, N), out(rows, N), random(M, N, dtype=result), scale)
 
 
 def vendor(operation: str, x: Operands) -> Callable[[], list[Any]]:
@@ -203,7 +201,7 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
         return functools.partial(
             beside_rails, cast(OperationsOverHosts, ctx.ops), BESIDE_RAILS[library], case(ctx, operation, "iris", x)
         )
-    columns, depth = (256, 64) if x.factor is None else (128, 128)
+    columns, depth = (256, 64) if x.scale is None else (128, 128)
     configs = {
         "iris": None,
         "iris gluon": FusedConfig(use_gluon=True, block_size_m=128, block_size_n=columns, block_size_k=depth),
@@ -211,7 +209,7 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
         "iris copies": FusedConfig(variant="copies"),
     }
     if library in configs:
-        options: dict[str, Any] = {"scale_a": x.factor, "scale_b": x.factor, "config": configs[library]}
+        options: dict[str, Any] = {"scale_a": x.scale, "scale_b": x.scale, "config": configs[library]}
         if operation == GATHER_K:
             return lambda: ctx.ops.all_gather_matmul(x.out, x.a, x.b, gather_dim="k", **options)
         return lambda: getattr(ctx.ops, operation)(x.out, x.a, x.b, **options)
@@ -221,11 +219,11 @@ def case(ctx: Iris, operation: str, library: str, x: Operands) -> Callable[[], o
         if operation in ("all_gather_matmul", GATHER_K):
             return lambda: x.multiply(x.whole, x.out)
         return lambda: x.multiply(x.a, x.whole)
-    return torchs(operation, x)
+    return fused_by_torch(operation, x)
 
 
 def beside_rails(ops: OperationsOverHosts, wanted: bool, call: Callable[[], object]) -> None:
-    """The call, with products beside rails or by turns with them, as it is ``wanted``."""
+    """The call, with products beside rails if that is ``wanted``, else in turn with them."""
     before, ops.beside_rails = ops.beside_rails, wanted
     try:
         call()
@@ -233,14 +231,14 @@ def beside_rails(ops: OperationsOverHosts, wanted: bool, call: Callable[[], obje
         ops.beside_rails = before
 
 
-def torchs(operation: str, x: Operands) -> Callable[[], object]:
+def fused_by_torch(operation: str, x: Operands) -> Callable[[], object]:
     """A call of torch's fused operator."""
     world, operators = dist.group.WORLD, torch.ops.symm_mem
     assert world is not None
     group = world.group_name
     allow_fused_operators(group)
-    if x.factor is not None:
-        one, dtype = x.factor, x.out.dtype
+    if x.scale is not None:
+        one, dtype = x.scale, x.out.dtype
         return {
             "all_gather_matmul": lambda: operators.fused_all_gather_scaled_matmul(
                 x.a, [x.b], one, [one], 0, group, [None], [None], [dtype], [False]
@@ -282,7 +280,7 @@ def measure(
             for operation in operations:
                 if not is_of(operation, shape) or problem(operation, shape, ctx.num_ranks):
                     continue
-                # Whose tensors and graphs are gone when it returns.
+                # A function of its own, so that its tensors and graphs are gone when it returns.
                 found = _side_by_side(ctx, operation, shape, libraries, dtype, others)
                 ctx.ops.close()
                 ctx.ccl.release_graphs()
@@ -316,7 +314,7 @@ def _side_by_side(
             else:
                 call()
         except (InvalidConfigError, SeveralHostsError) as error:
-            # Of the configuration that stands for a library; one that Iris chose itself has to do.
+            # The configuration that a library's name stands for may not suit this shape. Iris' own choice has to.
             checked = Checked(f"{'' if library == 'iris' else NOT_AVAILABLE}{error}")
         except optional_peers.UnavailableError as error:
             checked = Checked(f"{NOT_AVAILABLE}{error}")
@@ -325,7 +323,7 @@ def _side_by_side(
         # One rank's failure is everybody's, so that all go on with the same case.
         found[library] = of_all_ranks(ctx, checked)
         if call is not None and not found[library].reason:
-            # At once, as a graph takes over the memory of the call before it.
+            # Captured at once, as the graph takes over the memory of the call before it.
             capturing = others[library].capturing if library in others else nullcontext
             often = often or repetitions(ctx, call, nbytes)
             readied[library] = ready(ctx, call, often, capturing)
@@ -342,7 +340,10 @@ def _ways(
     dtype: torch.dtype,
     others: dict[str, optional_peers.Peer],
 ) -> tuple[Callable[[str], optional_peers.Calls], Callable[[str, Callable[[], object]], Checked], int]:
-    """What makes the calls of a library, what checks one, and bytes that say how often they are measured."""
+    """What makes the calls of a library, what checks one, and the bytes that `repetitions` takes.
+
+    Products are measured as calls of many bytes are, whatever their shape.
+    """
     if operation == NORM:
         rows = norms.rows(ctx, shape, dtype)
         return (
@@ -357,8 +358,3 @@ def _ways(
         return optional_peers.Calls(call, call)
 
     return make, lambda library, call: check(ctx, operation, x, call), 8 << 20
-
-
-def write(folder: Path, name: str, num_ranks: int, rows: list[Row], num_hosts: int = 1) -> None:
-    """The rows as CSV and JSON, the latter with what they depend on."""
-    save_rows(folder / f"{name}.csv", num_ranks, num_hosts, rows)

@@ -14,10 +14,11 @@ from rich.table import Table
 from iris import simulator
 from iris.bench import operations as measuring
 from iris.bench import optional_peers, plots, ranks
-from iris.bench.report import below_floor
+from iris.bench.options import check_choices
+from iris.bench.report import below_floor, save_rows
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
-from iris.errors import InvalidValueError, UnknownChoiceError
+from iris.errors import InvalidValueError
 
 
 def run(
@@ -31,13 +32,10 @@ def run(
     num_ranks: int | None = None,
 ) -> None:
     """See the command's help. Starts ``num_ranks`` ranks, or is collective over those that torchrun started."""
-    for name, given, possible in (
+    check_choices(
         ("--operation", operations, measuring.OPERATIONS),
         ("--library", libraries, measuring.LIBRARIES),
-    ):
-        for value in given:
-            if value not in possible:
-                raise UnknownChoiceError(name, value, possible)
+    )
     # Rows to normalise are not of fp8, though the result may be.
     known: Sequence[str] = measuring.OPERATIONS if getattr(torch, dtype).itemsize > 1 else measuring.PRODUCTS
     chosen = list(operations or known)
@@ -62,7 +60,7 @@ def run(
             f"Nothing to measure: {' and '.join(libraries)} cannot do {' or '.join(chosen)}. "
             "Leave out --library or --operation, or give another."
         )
-    ranks.measure(num_ranks, run_on_rank, chosen, libraries, dtype, sizes, pictures, floors, out)
+    ranks.run(num_ranks, run_on_rank, chosen, libraries, dtype, sizes, pictures, floors, out)
 
 
 def run_on_rank(
@@ -93,15 +91,15 @@ def run_on_rank(
         rows: list[measuring.Row] = []
         ranks_here = name_of_ranks(ctx.num_local_ranks, hosts)
         name = file_name("operations", dtype, ranks_here)
-        console = Console(stderr=True, quiet=ctx.get_rank() > 0)
+        console = Console(stderr=True, quiet=ctx.cur_rank > 0)
         with Progress(console=console) as progress:
             task = progress.add_task("operations", total=len(chosen) * len(sizes) * len(beside))
             for row in measuring.measure(ctx, chosen, sizes, beside, getattr(torch, dtype)):
                 rows.append(row)
                 progress.update(task, advance=1)
-                if ctx.get_rank() == 0 and out is not None:
-                    measuring.write(out, name, ctx.get_num_ranks(), rows, hosts)
-        if ctx.get_rank() == 0:
+                if ctx.cur_rank == 0 and out is not None:
+                    save_rows(out / f"{name}.csv", ctx.num_ranks, hosts, rows)
+        if ctx.cur_rank == 0:
             show(rows)
             if simulator.ACTIVE:
                 click.echo(simulator.TIMES)
@@ -115,7 +113,7 @@ def run_on_rank(
         if row.failed and row.library.startswith("iris")
     ]
     if floors is not None:
-        missed += below_floor(floors, "ops", ctx.get_num_ranks(), figures(rows), hosts)
+        missed += below_floor(floors, "ops", ctx.num_ranks, figures(rows), hosts)
     return missed
 
 

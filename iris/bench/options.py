@@ -3,14 +3,17 @@
 import json
 import math
 import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from iris.errors import UnknownChoiceError
+
 DTYPES = click.Choice(["float16", "bfloat16", "float32"])
-# Those of products.
-FACTORS = click.Choice([*DTYPES.choices, "float8_e4m3fn"])
+# Of the matrices that are multiplied.
+MATRIX_DTYPES = click.Choice([*DTYPES.choices, "float8_e4m3fn"])
 
 
 NUM_RANKS = click.option(
@@ -20,6 +23,14 @@ NUM_RANKS = click.option(
     help="How many ranks to start: one for each GPU of this machine if not given, 2 in the simulator. Ignored by "
     "torchrun.",
 )
+
+
+def check_choices(*options: tuple[str, Iterable[str], Collection[str]]) -> None:
+    """Raise `UnknownChoiceError` unless the values of each option, ``(name, values, choices)``, are choices of it."""
+    for name, values, choices in options:
+        for value in values:
+            if value not in choices:
+                raise UnknownChoiceError(name, value, choices)
 
 
 class Floors(click.Path):

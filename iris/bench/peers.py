@@ -9,10 +9,11 @@ from iris.bench.timing import Operands
 from iris.compat.c10d import backend_of
 from iris.compat.symmetric_memory import pooled
 
-Calls = dict[str, Callable[[], object]]
+ByName = dict[str, Callable[[], object]]
+"""Calls on tensors that they hold: by collective, or by algorithm."""
 
 
-def vendor(operands: Operands, group: dist.ProcessGroup | None = None) -> Calls:
+def vendor(operands: Operands, group: dist.ProcessGroup | None = None) -> ByName:
     """torch.distributed with the process group's backend: NCCL, RCCL, or Gloo in the simulator."""
     x, out, part = operands.whole, operands.out, operands.part
     return {
@@ -52,7 +53,7 @@ def windows(
     return tensors, pool
 
 
-def torch_symmetric(operands: Operands) -> Calls:
+def torch_symmetric(operands: Operands) -> ByName:
     """The kernels of torch's symmetric memory, on a buffer that it has shared."""
     world = dist.group.WORLD
     assert world is not None

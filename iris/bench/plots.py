@@ -16,13 +16,19 @@ from iris.bench.model import measure as model
 from iris.errors import readable
 
 
-def draw(folder: Path, num_ranks: int | str, rows: list[Row]) -> list[Path]:
-    """One picture a collective, of what ``rows`` hold; returns the files. Over hosts ``num_ranks`` are "2x8"."""
+def _pyplot() -> Any:
+    """``matplotlib.pyplot``, drawing to files. Imported when it is used, as it need not be installed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw(folder: Path, num_ranks: int | str, rows: list[Row]) -> list[Path]:
+    """One picture a collective, of what ``rows`` hold; returns the files. Over hosts ``num_ranks`` are "2x8"."""
+    pyplot = _pyplot()
     files = []
     for collective in dict.fromkeys(row.collective for row in rows):
         measured = [row for row in rows if row.collective == collective and row.microseconds]
@@ -57,11 +63,7 @@ def draw_by_ranks(folder: Path) -> list[Path]:
 
     On the left with as much data in all, on the right with as much a rank; sizes that were measured with every number.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     written = [json.loads(file.read_text()) for file in folder.glob("collectives_*.json")]
     written = [result for result in written if result.get("num_hosts", 1) == 1]
     ranks = sorted(result["num_ranks"] for result in written)
@@ -105,11 +107,7 @@ def draw_by_ranks(folder: Path) -> list[Path]:
 
 def draw_operations(folder: Path, name: str, rows: list[operations.Row]) -> list[Path]:
     """One picture an operation, of what ``rows`` hold: the speed beside the vendor's two calls; returns the files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     files = []
     for operation in dict.fromkeys(row.operation for row in rows):
         measured = [row for row in rows if row.operation == operation and row.microseconds]
@@ -141,11 +139,7 @@ def draw_experts(folder: Path, name: str, rows: list[experts.Row]) -> list[Path]
 
     A line for each library, layout and number of multiprocessors.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     tokens = sorted({row.tokens for row in rows})
     if len(tokens) < 2:
         return []
@@ -177,11 +171,7 @@ def draw_experts(folder: Path, name: str, rows: list[experts.Row]) -> list[Path]
 
 def draw_model(folder: Path, name: str, rows: list[model.Row]) -> list[Path]:
     """Steps, prompts and training steps, a bar a way; returns the file, if the first way has a time in any of them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     ways = list(dict.fromkeys(row.way for row in rows))
     spent: dict[str, dict[str, float]] = defaultdict(dict)
     for row in rows:

@@ -34,10 +34,11 @@ def number(asked: int | None) -> int:
     return asked or gpus
 
 
-def measure(num_ranks: int, work: Callable[..., list[str]], *args: Any) -> None:
-    """Call ``work(*args)``, a function at the top level of a module, on every rank; it returns what it found wrong.
+def run(num_ranks: int, work: Callable[..., list[str]], *args: Any) -> None:
+    """Call ``work(*args)`` on every rank: on this one under torchrun, else on ``num_ranks`` that are started here.
 
-    Raises `click.ClickException` with what rank 0 found wrong, or under torchrun this one.
+    ``work``: a function at the top level of a module, which returns what it found wrong, a line each. Raises
+    `click.ClickException` with what rank 0 found, or under torchrun this rank.
     """
     wrong: list[str] = []
     if "RANK" in os.environ:

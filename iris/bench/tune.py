@@ -39,7 +39,7 @@ PROGRAMS = (32, 64, 128)
 FEW_PROGRAMS = (16, FEW_SMS)
 # Variants that cannot carry any size.
 SMALL = {algorithm.name for algorithm in algorithms.ALGORITHMS if algorithm.fits}
-# How much faster another choice has to be for a row of its own, which measurements that vary would otherwise make.
+# How many times as fast another choice has to be for a row of its own. Less may be noise.
 MARGIN = 1.03
 
 Pick = tuple[str, int | None]
@@ -48,9 +48,9 @@ Measured = dict[int, dict[Pick, float]]
 """Microseconds of every pick, by bytes."""
 
 
-def chosen_by(size: int, collective: str, nbytes: int) -> int:
-    """The number of bytes by which the table is asked (see `iris.ccl.select`)."""
-    return nbytes // size if collective in ("all_gather", "all_to_all") else nbytes
+def bytes_in_table(num_ranks: int, collective: str, nbytes: int) -> int:
+    """By how many bytes `iris.ccl.select` looks up a call of ``nbytes`` in all: of some collectives, a rank's part."""
+    return nbytes // num_ranks if collective in ("all_gather", "all_to_all") else nbytes
 
 
 def run(sizes: list[int], out: Path | None) -> list[str]:
@@ -63,7 +63,7 @@ def run(sizes: list[int], out: Path | None) -> list[str]:
     for name in (COLLECTIVES_FILE, OPERATIONS_FILE):
         check_writable(folder / name)
     with iris(4 * sizes[-1] + (64 << 20)) as ctx:
-        device, is_first, size = gpu_name(ctx.device), ctx.get_rank() == 0, ctx.get_num_ranks()
+        device, is_first, size = gpu_name(ctx.device), ctx.cur_rank == 0, ctx.num_ranks
 
         def report(line: str) -> None:
             if is_first:
@@ -105,7 +105,9 @@ def tune(ctx: Iris, sizes: list[int], report: Callable[[str], None]) -> Table:
             for nbytes, names in between(found).items():
                 measure(ctx, found, names, nbytes, sms, before, report)
             for name, measured in found.items():
-                limits = [(chosen_by(ctx.num_ranks, name, nbytes), measured[nbytes]) for nbytes in sorted(measured)]
+                limits = [
+                    (bytes_in_table(ctx.num_ranks, name, nbytes), measured[nbytes]) for nbytes in sorted(measured)
+                ]
                 table[name_in_table(name, sms is not None)] = rows(cheapest(limits), before[name])
     finally:
         communicator.table = before
@@ -122,7 +124,7 @@ def measure(
     before: Table,
     report: Callable[[str], None],
 ) -> None:
-    """Put what each pick of these collectives takes into ``found``. It leaves another table with the communicator."""
+    """Put the times of each pick of these collectives into ``found``. The communicator has another table afterwards."""
     communicator = ctx.ccl.communicator()
     operands = Operands(*(ctx.randn(n, dtype=torch.bfloat16) for n in counts(nbytes, 2, ctx.num_ranks)))
     calls = iris_calls(ctx, operands, Config(comm_sms=sms))
@@ -140,7 +142,7 @@ def measure(
             with contextlib.suppress(InvalidTableError):
                 # Compiled and loaded first, outside the graph.
                 call()
-                # In the simulator, which has no graphs, all of them are the last one.
+                # The simulator has no graphs: there all are timed as calls, by the table that is set last.
                 readied[variant, programs] = ready(ctx, call, often)
         times = dict(zip(readied, microseconds_of_each(ctx, list(readied.values()), often), strict=True))
         del readied, kept
@@ -191,7 +193,7 @@ def tune_over_hosts(ctx: Iris, sizes: list[int], report: Callable[[str], None]) 
 def candidates(comm: Communicator, collective: str, nbytes: int, all_sms: bool) -> list[Pick]:
     """Variants that can carry so much in this group, each with the numbers of programs to try."""
     found: list[Pick] = []
-    for variant in algorithms.candidates(comm, collective, chosen_by(comm.size, collective, nbytes)):
+    for variant in algorithms.candidates(comm, collective, bytes_in_table(comm.size, collective, nbytes)):
         numbers: tuple[int | None, ...] = (None,)
         if nbytes >= 1 << 20 and variant not in SMALL:
             numbers = PROGRAMS if all_sms else FEW_PROGRAMS

@@ -44,8 +44,8 @@ def dump(heap: _Heap) -> str:
         f"{readable(stats.reserved)} reserved, {readable(heap.mapped_size - stats.reserved)} free "
         f"(the largest block {readable(stats.largest_free_block)})"
     ]
-    for block, gone in sorted(heap.allocations(), key=lambda each: each[0].offset):
-        waits = ", freed here: it comes back when all ranks have freed it and met" if gone else ""
+    for block, is_dead in sorted(heap.allocations(), key=lambda each: each[0].offset):
+        waits = ", freed here: it comes back when all ranks have freed it and met" if is_dead else ""
         lines.append(f"  at {block.offset:#x}: {block.origin}, {readable(block.size)}{waits}")
         name = str(block.dtype).removeprefix("torch.")
         if not name.startswith(("int", "uint")) or not block.size:

@@ -49,7 +49,8 @@ class Call(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a rank brings to a meeting: where it is, and what it has allocated so far."""
+    """What a rank brings to a meeting: ``point``, where it is, in words; how many allocations it has made so far, and
+    the digest of their sizes and offsets; whether it remembers its calls."""
 
     point: str
     count: int  # type: ignore[assignment]  # of the tuple, the method of the same name
@@ -59,16 +60,12 @@ class Summary(NamedTuple):
 
 @dataclass
 class History:
-    """The allocations of this rank, in order."""
+    """The allocations of this rank, in order. ``calls``: in debug mode, those since the last meeting."""
 
     debug: bool = field(default_factory=debugging)
     count: int = 0
     digest: int = 0
     calls: list[Call] = field(default_factory=list)
-
-    def place(self, offset: int) -> None:
-        """Remember where the last allocation went: on ranks that take back different blocks, offsets part."""
-        self.digest = hash((self.digest, offset))
 
     def add(self, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Call | None:
         """Remember an allocation of ``size`` bytes; in debug mode, return the call that asked for it."""
@@ -80,6 +77,10 @@ class History:
         call = Call(size, shape, dtype, *_user_call())
         self.calls.append(call)
         return call
+
+    def add_offset(self, offset: int) -> None:
+        """Remember where the allocation just added went: ranks that took back different blocks differ in that alone."""
+        self.digest = hash((self.digest, offset))
 
     def summary(self, point: str) -> Summary:
         """What to bring to a meeting. ``point`` says in words where in its program the rank is."""

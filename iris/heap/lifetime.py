@@ -22,7 +22,10 @@ def _never() -> bool:
 
 
 class Life:
-    """Owned by the storage of a tensor: its end is the death of the last tensor over that storage."""
+    """Held by the storage of a tensor, so that its end is the death of the last tensor over that storage.
+
+    ``deaths`` then gets the ``number``, and whether the current stream of that thread was capturing a CUDA graph.
+    """
 
     __slots__ = ("number", "freed", "deaths", "_capturing")
 
@@ -104,16 +107,16 @@ class Lifetimes:
         self._unfinished = unfinished
         return ready
 
-    def gone(self) -> set[int]:
-        """The numbers of blocks that have died here and are not known to be ready."""
+    def dead(self) -> set[int]:
+        """The numbers of blocks whose tensors have died here, and which `collect` has not returned yet."""
         unread = {number for number, _ in list(self._deaths)}
         return unread.union(*(numbers for _, numbers in self._unfinished))
 
     @property
-    def count(self) -> int:
-        """How many blocks `gone` names, at most."""
+    def num_dead(self) -> int:
+        """How many blocks `dead` names."""
         return len(self._deaths) + self.waiting()
 
     def waiting(self) -> int:
-        """How many dead blocks wait for work on a stream."""
+        """How many dead blocks wait for work on a stream to finish."""
         return sum(len(numbers) for _, numbers in self._unfinished)

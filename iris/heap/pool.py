@@ -5,19 +5,20 @@ Contract
 *Taking and giving back are local*: peers learn from each call where a tensor lies (`iris.ccl.queue`), so it may lie
 elsewhere on each rank, and a rank whose garbage collector runs later than another's changes nothing for that one.
 
-*Memory belongs to the stream on which it was taken.* When the last tensor over it dies, the next request on that stream
-may get it at once: what uses it then is behind what used it before. Peers keep to that order too, since they store to a
-tensor, or load from it, only within a call that this rank has enqueued, between the call's beginning and its end. Other
-streams get the memory when nothing else is left, and then wait for its stream. Work on a further stream holds memory
-back only if `record_stream` is told, and otherwise has to be over, or waited for, when the tensor dies.
+*Memory belongs to the stream on which it was taken.* When the last tensor over it dies it is idle: the next request of
+that size on that stream may get it at once, as its work comes after that of the tensor before. Peers keep to that order
+too, since they store to a tensor, or load from it, only within a call that this rank has enqueued, between the call's
+beginning and its end. Other streams get the memory only when no other is left, and then wait for its stream. Work on a
+further stream holds memory back only if it was named to `record_stream`. Otherwise it has to be over, or the tensor's
+stream has to have waited for it, when the tensor dies.
 
-*A program that repeats itself soon has enough.* Where no memory of a size is left, all streams give back what they do
-not use, and whoever uses any of that next waits for all of them: FSDP2 would gather no layer's parameters while it
-computes with those before. So there is to be room for the most tensors of each size on each stream, up to twice what
+*A program that repeats itself soon has enough.* Where no memory of a size is left, all streams give back their idle
+memory, and whoever uses any of that next waits for all of these streams: FSDP2 would gather no layer's parameters while
+it computes with those before. So there is to be room for the most tensors of each size on each stream, up to twice what
 all tensors together have had at once (`Pool.lacking`).
 
-*Memory that is used in the capture of a CUDA graph and dies there is never given out again*: a graph may be replayed at
-any time.
+*Memory whose tensor dies during the capture of a CUDA graph is never given out again*: the graph may use it, and may be
+replayed at any time.
 """
 
 import threading
@@ -40,10 +41,12 @@ from iris.heap.mapping import Mapping
 
 @dataclass
 class _Block:
-    """Bytes that one tensor has, or had; ``region`` is None where they are torch's.
+    """Bytes that one tensor has, or had until it died.
 
-    ``stream``: its handle. ``count``, ``dtype``: of that tensor. ``others``: the further streams on which it is used.
-    ``behind``: events of theirs, when it has died.
+    ``region``: None where the memory is torch's. ``offset``, ``room``: in bytes. ``stream``: the handle of the stream
+    that it belongs to, None on the CPU. ``count``, ``dtype``: of the tensor. ``others``: the streams that
+    `Pool.record_stream` was given for it. ``behind``: events on these after the tensor's death, for which the next user
+    of the memory waits.
     """
 
     region: "_Region | None"
@@ -57,7 +60,7 @@ class _Block:
 
 
 class _Region:
-    """One mapping, of which tensors have parts."""
+    """One mapping, and the blocks that were cut from it, by offset."""
 
     def __init__(self, mapping: Mapping) -> None:
         self.mapping, self.allocator = mapping, Allocator(mapping.size)
@@ -83,7 +86,7 @@ class _Region:
 
 
 class HandedOut(Life):
-    """That of a tensor of a pool, wherever its memory is."""
+    """The life of a tensor that a pool made, in its own memory or in torch's."""
 
     __slots__ = ()
 
@@ -94,7 +97,11 @@ def is_handed_out(tensor: torch.Tensor) -> bool:
 
 
 class Pool:
-    """The memory of one rank for the tensors of a group; from torch where there is none.
+    """One rank's memory for tensors of a group. Where none is left, tensors are in torch's.
+
+    A dead tensor's block goes from `_blocks` to `_idle`, and from there to the next tensor of its size and stream. When
+    a request finds neither idle memory nor free memory of a region, all idle blocks are freed, so that neighbours join.
+    Any thread may call; tensors may die in any.
 
     Attributes
     ----------
@@ -107,21 +114,25 @@ class Pool:
         self._device = device
         self._regions: list[_Region] = []
         self._lock = threading.Lock()
+        # Of tensors made outside of captures: how many, and the blocks of those not known to be dead, by number.
         self._count = 0
         self._blocks: dict[int, _Block] = {}
+        # See `Life`: the number of each tensor that died, and whether that was during a capture.
         self._deaths: deque[tuple[int, bool]] = deque()
+        # bool() is False: the CPU has no captures.
         self._capturing = is_current_stream_capturing if device.type == "cuda" else bool
-        # By their handles, by which blocks know them: to make a Stream object costs the host ten times as much.
+        # By handle. Blocks have handles, since to make a Stream object costs the host ten times as much.
         self._streams: dict[Any, Any] = {}
-        # Those that have died, by the stream that may have them next, and their room.
+        # Blocks of dead tensors, by the stream that they belong to and their room.
         self._idle: dict[tuple[Any, int], list[_Block]] = defaultdict(list)
-        # What streams wait for before they use memory that others gave up.
+        # Events of unfinished work on memory that streams have freed: who cuts a block from a region waits for them.
         self._behind: list[Any] = []
-        # By stream and room: bytes in use, and the most there have been. Then both of all together.
+        # By stream and room: bytes in use, and the most there have been. Then the same over all of them.
         self._used: Counter[tuple[Any, int]] = Counter()
         self._most: Counter[tuple[Any, int]] = Counter()
         self._at_once = self._most_at_once = 0
-        # The largest request that found no room since the last region was added, or only what streams gave back for it.
+        # The room of the largest request since the last region was added that got torch's memory, or only such as all
+        # streams gave back for it.
         self._refused = 0
 
     def add(self, mapping: Mapping) -> None:
@@ -132,19 +143,22 @@ class Pool:
             self._refused = 0
 
     def lacking(self, count: int, dtype: torch.dtype) -> int:
-        """How many bytes more, in one piece, it takes for calls like those so far, and the next one of ``count``."""
+        """Bytes of the region to add before the next call of `empty`, with this count and dtype; 0 for none. Local.
+
+        So that this call, and all those so far once more, find room without what other streams give back.
+        """
         with self._lock:
             self._bury()
             room = _room(count * dtype.itemsize)
             key = self._current(), room
             most = self._most.total() + max(0, self._used[key] + room - self._most[key])
-            # Sizes that never come again would go on for ever.
+            # A program whose sizes never come again would otherwise raise the sum of all maxima for ever.
             most = min(most, 2 * max(self._most_at_once, self._at_once + room))
-            # Where there is enough for all and none for one, memory lies in pieces that are too small.
+            # A request that was refused while there was enough in all found only pieces that were too small.
             return max(most - self.size, self._refused, 0)
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of ``[count]``, undefined. Local. In a capture the memory is torch's, which belongs to the graph."""
+        """A tensor of ``[count]``, undefined. Local. In a capture it is in torch's memory, of the graph's own pool."""
         if self._capturing():
             return self._from_torch(count, dtype, HandedOut(0, deque(), self._capturing))
         size = count * dtype.itemsize
@@ -183,7 +197,10 @@ class Pool:
         return tensor
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """The number of the region in which the tensor begins, and where; None if it is in none."""
+        """The number of the region that the tensor is in, and the bytes from its begin to the first element; or None.
+
+        None also for a tensor that no pool made.
+        """
         address = tensor.data_ptr()
         for number, region in enumerate(self._regions):
             offset = address - region.mapping.bases[region.mapping.rank]
@@ -192,12 +209,15 @@ class Pool:
         return None
 
     def peer(self, tensor: torch.Tensor, rank: int, region: int, offset: int) -> torch.Tensor:
-        """A tensor like ``tensor``, which is contiguous, at that place of the rank's memory; it owns nothing there."""
+        """A tensor like ``tensor``, which is contiguous, in the memory of ``rank``, at what `place_of` returned there.
+
+        It keeps the region mapped, and not the peer's tensor alive.
+        """
         storage = self._regions[region].mapping.storage(rank, offset, tensor.nbytes)
         return torch.empty(0, dtype=tensor.dtype, device=self._device).set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Let the work on ``stream`` so far, and until the tensor dies, hold back its memory, if that is of this pool.
+        """Let work on ``stream``, until the tensor dies, hold back its memory, if a region of this pool has that.
 
         torch's own ``record_stream`` knows nothing of such memory.
         """
@@ -219,7 +239,7 @@ class Pool:
         return handle
 
     def _bury(self) -> None:
-        """Take back what has died."""
+        """Make the blocks of tensors that have died idle. Those that died in a capture are lost."""
         while self._deaths:
             number, captured = self._deaths.popleft()
             block = self._blocks.pop(number)
@@ -231,6 +251,7 @@ class Pool:
                 self._idle[block.stream, block.room].append(block)
 
     def _find(self, room: int, stream: Any) -> _Block | None:
+        """Memory for a tensor on ``stream``, the current one; None if no region has any."""
         idle = self._idle.get((stream, room))
         if idle:
             block = idle.pop()
@@ -239,7 +260,7 @@ class Pool:
             return block
         found = self._cut(room, stream)
         if found is None and any(self._idle.values()):
-            # As in `lacking`, more memory is for sizes that come again.
+            # It costs this stream waits, so there is to be room for it next time: under the limit of `lacking`.
             if self.size < 2 * self._most_at_once:
                 self._refused = max(self._refused, room)
             self._gather()
@@ -247,11 +268,11 @@ class Pool:
         return found
 
     def _cut(self, room: int, stream: Any) -> _Block | None:
-        """Memory that no stream has."""
+        """Memory that belongs to no stream."""
         for region in self._regions:
             offset = region.allocator.allocate(room)
             if offset is not None:
-                # Another thread may capture a graph, which a question about an event would end.
+                # Another thread may be capturing a graph, and cudaEventQuery() would invalidate that.
                 asks = self._behind and self._device.type == "cuda"
                 with relaxed() if asks else nullcontext():
                     self._behind = [event for event in self._behind if not event.query()]
@@ -264,7 +285,7 @@ class Pool:
             self._streams[stream].wait_event(event)
 
     def _gather(self) -> None:
-        """Take from all streams what has died, so that neighbours join."""
+        """Free all idle blocks, of all streams, so that neighbours join."""
         blocks = [block for idle in self._idle.values() for block in idle]
         self._idle.clear()
         for stream in {block.stream for block in blocks} - {None}:

@@ -12,8 +12,8 @@ def check_reach(
 ) -> None:
     """Raise unless a kernel may use these addresses as its own in the heap at ``base``, to reach these ranks.
 
-    Elements that ``mask`` leaves out are not looked at, nor anything if ``base`` is no heap's: it may be the library's
-    own memory. A ``mask`` of False: it is not known which are used.
+    Elements that ``mask`` leaves out are not looked at. A ``mask`` of False, where it is not known which are used:
+    ranks are checked, and no addresses. Nothing is looked at if ``base`` is that of the library's own memory.
 
     Raises
     ------
@@ -26,7 +26,7 @@ def check_reach(
     NotTheCallerError
         The heap at ``base`` is a peer's.
     InvalidContextError
-        Nothing is at ``base``, or nothing any more.
+        No open memory of this process is at ``base``.
     """
     own = int(base.item())
     heap = heap_at(own)

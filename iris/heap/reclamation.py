@@ -14,7 +14,7 @@ from iris.heap.history import Call, History, Summary, tensor_text
 from iris.heap.lifetime import Lifetimes
 from iris.world import Group, names
 
-# Blocks that are gone and whose names are still known.
+# Blocks that have been taken back and whose names are still known.
 REMEMBERED = 1000
 
 
@@ -38,7 +38,11 @@ class Block(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank brings to a meeting of the heap."""
+    """What a rank brings to a meeting of the heap.
+
+    ``ready``: the numbers of the blocks that it no longer uses since the last meeting, uint64 each. ``waiting``: how
+    many dead blocks unfinished work on its streams may still use. ``late``: whether its time limit has passed.
+    """
 
     summary: Summary
     ready: bytes
@@ -51,10 +55,10 @@ class Reclamation:
 
     Attributes
     ----------
-    gone : deque
-        The last ones that were given back, for messages about what was there.
+    reclaimed : deque
+        The last blocks that were taken back, for messages about what was there.
     done : dict
-        Those that some ranks no longer use: a bit for each of these ranks.
+        The blocks that some but not all ranks no longer use, by number: a bit for each of these ranks.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Reclamation:
     ) -> None:
         self._group, self._size, self._blocks = group, size, blocks
         self._allocator, self._lifetimes, self._history = allocator, lifetimes, history
-        self.gone: deque[Block] = deque(maxlen=REMEMBERED)
+        self.reclaimed: deque[Block] = deque(maxlen=REMEMBERED)
         self.done: dict[int, int] = {}
 
     def make_room(self, size: int) -> None:
@@ -118,7 +122,7 @@ class Reclamation:
                     self.done.pop(number, None)
                     block = self._blocks.pop(number)
                     self._allocator.free(block.offset)
-                    self.gone.append(block)
+                    self.reclaimed.append(block)
                 else:
                     self.done[number] = done
         return reports

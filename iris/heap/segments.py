@@ -20,10 +20,10 @@ from iris.cuda_graphs.capture import outside_captures
 from iris.heap import mapping
 from iris.world import Group
 
-# What the driver rounds a segment up to ("CUDA Driver API", cuMemGetAllocationGranularity), and room in it for what
-# torch and `iris.heap.gpu` add.
+# Bytes. The driver maps whole pages ("CUDA Driver API", cuMemGetAllocationGranularity). A segment is less than whole
+# pages by as much as torch and `iris.heap.gpu` may add to it, so that what they ask the driver for is no page more.
 PAGE, ADDED = 2 << 20, 64 << 10
-# A segment has as much at least. Memory of the host takes no room until it is used.
+# Bytes of a segment, at least. Memory of the host takes no room until it is used.
 SMALLEST = {"cpu": 64 << 20, "cuda": 4 << 20}
 
 
@@ -41,7 +41,7 @@ class Block:
     """
 
     def __init__(self, segment: "_Segment", serial: int, begin: int, size: int, user: Any) -> None:
-        """``user``: has ``name_in(block, offset)`` and ``progress_in(block)``."""
+        """``user`` has ``name_in(block, offset)`` and ``progress_in(block)``. ``serial``: see `Segments._choose`."""
         self._segment, self.serial, self.begin, self.size = segment, serial, begin, size
         self.mapping = segment.mapping
         self.memory = self.mapping.buffer[begin : begin + size]
@@ -49,7 +49,7 @@ class Block:
         segment.blocks.add(self)
 
     def leave(self) -> None:
-        """Its memory is not this user's any more."""
+        """Its memory is not this user's any more, so errors do not name that."""
         self._segment.blocks.discard(self)
 
 
@@ -93,7 +93,9 @@ class _Segment:
 
 
 class Segments:
-    """The segments that groups of the same ranks share: see `join`. It lives as long as one of these groups.
+    """The segments that groups of the same ranks share, and how their blocks are found: first fit, on the first rank.
+
+    Made by `join`. It lives as long as one of these groups.
 
     Attributes
     ----------
@@ -105,13 +107,13 @@ class Segments:
         self.name, self._device = group.name, device
         self._smallest = SMALLEST[device.type] if group.size > 1 else 0
         self._segments: dict[int, _Segment] = {}
-        # The blocks that this rank has given back, and not all have.
+        # Serial numbers of the blocks that this rank has given back, and not all have.
         self._returned: set[int] = set()
-        # The first rank's alone: how much there is of each segment, what is taken of it, by serial number, and how far
-        # it has ever been used.
+        # What follows only the first rank uses. By segment: its bytes, and the end of what has ever been used of them.
         self._sizes: dict[int, int] = {}
-        self._taken: dict[int, tuple[int, int, int]] = {}
         self._touched: dict[int, int] = {}
+        # By serial number of a block: its segment, and the bytes of that where it begins and ends.
+        self._taken: dict[int, tuple[int, int, int]] = {}
         self._segments_made = self._blocks_made = 0
         self._lock = threading.Lock()
 
@@ -137,32 +139,34 @@ class Segments:
                 with self._lock:
                     self._taken.pop(serial, None)
                 if new:
-                    # The first rank does not know its size, so nobody would ever take a block of it.
+                    # `_sizes` has no entry for it yet, so no other thread has taken a block of it.
                     self._segments.pop(number, None)
                 raise
         if leads and new:
             with self._lock:
-                # Only now, when all ranks have it, may another thread take of it.
+                # Only now that all ranks have the segment may another thread take blocks of it.
                 self._sizes[number] = new
         return block
 
     def give_back(self, blocks: Iterable[Block]) -> None:
-        """For others of the same ranks. Local. The caller guarantees that no kernel of this rank uses them any more."""
+        """Let groups of the same ranks have these blocks. Local. No kernel of this rank may use them any more."""
         for block in blocks:
             block.leave()
             with self._lock:
                 self._returned.add(block.serial)
 
     def _choose(self, returned: set[int], size: int) -> tuple[int, int, int, int, bool]:
-        """Where a new block goes. On the first rank.
+        """Free blocks that all ranks have returned, and find a new one of ``size`` bytes. On the first rank alone.
 
-        Returns the block's serial number, its segment's number, the byte of the segment at which it begins, the bytes
-        of the segment if that is to be made (else 0), and whether the memory is known to be zero.
+        Returns the block's serial number, which names it on all ranks, its segment's number, the byte of the segment at
+        which it begins, the bytes of the segment if that is to be made (else 0), and whether the block is known to be
+        zeros.
         """
         for serial in returned:
             self._taken.pop(serial, None)
         serial, self._blocks_made = self._blocks_made, self._blocks_made + 1
         for number, there in self._sizes.items():
+            # The lowest gap between taken blocks that is large enough, or what comes after the last.
             begin = 0
             for _, first, end in sorted(each for each in self._taken.values() if each[0] == number):
                 if first - begin >= size:
@@ -171,11 +175,15 @@ class Segments:
             if there - begin >= size:
                 return self._note(serial, number, begin, size, 0)
         number, self._segments_made = self._segments_made, self._segments_made + 1
-        # Of one rank it is memory of torch's, of any size.
-        new = -(-(max(size, self._smallest - ADDED) + ADDED) // PAGE) * PAGE - ADDED if self._smallest else size
+        # One rank alone has memory from torch's allocator (`iris.heap.gpu`), which knows no pages.
+        new = size
+        if self._smallest:
+            pages = -(-(max(size, self._smallest - ADDED) + ADDED) // PAGE)
+            new = pages * PAGE - ADDED
         return self._note(serial, number, 0, size, new)
 
     def _note(self, serial: int, number: int, begin: int, size: int, new: int) -> tuple[int, int, int, int, bool]:
+        """Note that a block is taken. Returns what `_choose` does."""
         self._taken[serial] = (number, begin, begin + size)
         # Memory of the host is zero at first, that of a GPU is not.
         is_zero = self._device.type == "cpu" and begin >= self._touched.get(number, 0)
@@ -183,6 +191,7 @@ class Segments:
         return serial, number, begin, new, is_zero
 
     def _clear(self, block: Block, is_zero: bool) -> None:
+        """Fill the block with zeros. Blocks the host until that is done: peers may store to it right after."""
         if not is_zero:
             block.memory.zero_()
         if self._device.type == "cuda":
@@ -199,7 +208,7 @@ def join(group: Group, device: torch.device) -> Segments:
         return Segments(group, device)
     key = (group.ranks, device)
     there = _shared.get(key)
-    # A rank may have let go of what others still hold, whose collectors run when they like.
+    # A rank may have let go of segments that others still hold, whose garbage collectors run at other times.
     names = group.all_gather(there and there.name, "the first operation of a group (whose memory it shares)")
     if there is None or set(names) != {there.name}:
         there = _shared[key] = Segments(group, device)

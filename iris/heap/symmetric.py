@@ -75,10 +75,10 @@ class SymmetricHeap:
     """
 
     def __init__(self, group: Group, size: int, device: torch.device, hosts: Hosts | None = None) -> None:
-        # After each block there is a gap while somebody looks for accesses that run into the next one.
-        room = size if observer.recorder is None else observer.with_gaps(size)
+        # While somebody looks for accesses that run into the next block, there is a gap after each one.
+        mapped = size if observer.recorder is None else observer.with_gaps(size)
         self.hosts = hosts if hosts is not None and len(hosts) > 1 else None
-        self.mapping = create(group, room, device, None if self.hosts is None else self.hosts.group)
+        self.mapping = create(group, mapped, device, None if self.hosts is None else self.hosts.group)
         self.group, self.size, self.device = group, operator.index(size), device
         bases = self.mapping.bases
         self.bases = bases if self.hosts is None else self.hosts.by_rank(bases)
@@ -128,7 +128,7 @@ class SymmetricHeap:
             self._reclamation.make_room(room)
             offset = self._allocator.allocate(room)
         assert offset is not None
-        self._history.place(offset)
+        self._history.add_offset(offset)
         number = self._history.count
         self._blocks[number] = Block(offset, size, shape, dtype, call)
         storage = self.mapping.storage(self.mapping.rank, offset, size, self._lifetimes.begin(number))
@@ -242,24 +242,24 @@ class SymmetricHeap:
         return self._allocator.stats()
 
     def allocations(self) -> list[tuple[Block, bool]]:
-        """The blocks in use, and whether this rank has let go of each."""
+        """The blocks in use, and whether this rank's tensor of each is dead: it was freed, or nothing holds it."""
         blocks, done = self._blocks.copy(), self._reclamation.done.copy()
-        gone = self._lifetimes.gone() | {number for number, ranks in done.items() if ranks >> self.group.rank & 1}
-        return [(block, number in gone) for number, block in blocks.items()]
+        dead = self._lifetimes.dead() | {number for number, ranks in done.items() if ranks >> self.group.rank & 1}
+        return [(block, number in dead) for number, block in blocks.items()]
 
     def version(self) -> tuple[int, ...]:
-        """Another one whenever `allocations` would say something else."""
-        return self._history.count, len(self._blocks), len(self._reclamation.done), self._lifetimes.count
+        """A value that changes whenever `allocations` does."""
+        return self._history.count, len(self._blocks), len(self._reclamation.done), self._lifetimes.num_dead
 
     def block_at(self, offset: int) -> Block | None:
-        """The block in use that has this offset, or the gap up to the next one after it."""
+        """The block in use that has this offset, in itself or in the padding that rounds its size up."""
         for block in self._blocks.copy().values():
             if 0 <= offset - block.offset < round_up(max(block.size, 1)):
                 return block
         return None
 
     def successor(self, number: int, offset: int, size: int) -> Block | None:
-        """The block in use that has some of these bytes, which were those of block ``number``, since that is gone."""
+        """The block in use that overlaps these bytes, which were of block ``number``; None while that is in use."""
         if number in self._blocks:
             return None
         blocks = self._blocks.copy().values()
@@ -269,8 +269,8 @@ class SymmetricHeap:
         """Which tensor is there, or was until it died, and what of it, in words."""
         block, origin = self.block_at(offset), ""
         if block is None:
-            gone = reversed(self._reclamation.gone)
-            block = next((block for block in gone if 0 <= offset - block.offset < max(block.size, 1)), None)
+            reclaimed = reversed(self._reclamation.reclaimed)
+            block = next((block for block in reclaimed if 0 <= offset - block.offset < max(block.size, 1)), None)
             if block is None:
                 return f"heap at offset {offset:#x}", "where no tensor is"
             origin = " that has died"

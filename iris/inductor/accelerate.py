@@ -13,8 +13,9 @@ from iris.inductor.report import FusionReport
 
 Model = TypeVar("Model", bound=torch.nn.Module | None)
 
-# What lasts as long as the process: torch's operators on Iris. Empty until they are.
-_on: list[Library] = []
+# The registrations of Iris' kernels for torch's own fused operators, which end when these objects do. Empty until
+# `accelerate` is first called.
+_registered: list[Library] = []
 
 
 def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
@@ -33,8 +34,8 @@ def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
     after the other. Sums are formed in float32 and rounded once, so results differ by rounding from those of other
     back ends.
     """
-    if not _on:
-        _on.extend(symm_mem.put_in_place())
+    if not _registered:
+        _registered.extend(symm_mem.put_in_place())
         add_graph_pass(graph_pass.search, graph_pass.identity)
     say_place()
     if model is not None:
@@ -43,19 +44,19 @@ def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
 
 
 def compile_options() -> dict[str, Any]:
-    """``options`` of torch.compile with which this one function or model is searched, whatever else is compiled. Local.
+    """``options`` of torch.compile that do for one function or model what `accelerate` does for all. Local.
 
-    As `accelerate` does otherwise, but for torch's own fused operators. Passes over graphs that Inductor has by now run
-    before.
+    torch's own fused operators stay as they are. Graph passes that Inductor is configured with by now run first. Empty
+    after `accelerate`.
     """
     say_place()
-    return {} if _on else {"post_grad_custom_pre_pass": inductor_pass(graph_pass.search, graph_pass.identity)}
+    return {} if _registered else {"post_grad_custom_pre_pass": inductor_pass(graph_pass.search, graph_pass.identity)}
 
 
 def fusion_report() -> FusionReport:
     """What this process has found in the graphs that it has compiled: what was fused, and what not and why. Local.
 
-    A graph that Inductor takes from its cache on disk was searched when it was made, by another process perhaps, and is
+    A graph that Inductor takes from its cache on disk was searched when it was made, perhaps by another process, and is
     not in the report: set ``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1`` to have all graphs searched here.
     """
     return graph_pass.report

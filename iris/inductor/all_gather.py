@@ -1,11 +1,11 @@
-"""The rows of all ranks, and their products with matrices: `iris::all_gather_matmul`.
+"""An all_gather, and products with the gathered rows: `iris::all_gather_matmul`.
 
-One product is fused, that with the most columns. Where others have the same rows, or a gradient needs them, the
-operator returns them too (`iris::all_gather_matmul_return_a`), and the rest of the graph goes on with these.
+One product is fused, that with the most columns. Where other nodes use the gathered rows, such as further products or
+gradients, the operator returns these too (`iris::all_gather_matmul_return_a`).
 """
 
 import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -22,21 +22,21 @@ from iris.inductor.nodes import (
     depends_on_data,
     known_equal,
     place_of,
-    waited,
+    wait_of,
 )
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import (
-    Blocks,
+    Permutation,
     ask_for_extents,
-    between,
     call,
     carriers,
     erase_unused,
     flattened,
     inner_extents,
+    permuted,
     rejoined,
     shaped,
-    swapped,
+    splits_and_parts,
     used_only_by,
 )
 from iris.ops.call import WIDE
@@ -45,20 +45,21 @@ PATTERN = "all_gather + product"
 
 
 class Product(NamedTuple):
-    """A product with gathered rows, and how these are in another order than by ranks."""
+    """``rows @ b + bias`` of gathered rows."""
 
     node: Node
     b: Node
     bias: Node | None
-    how: Blocks | None
+    how: Permutation | None
+    """From rows by ranks to those of this product; None where they are by ranks."""
 
 
 def fuse(graph: Graph, report: FusionReport) -> None:
-    """Replace each gather and its largest product by one operator."""
+    """Replace each all_gather and its largest product by one operator."""
     for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
         shard, size, _ = arguments(node)
         ask_for_extents(graph, node, shard, size, dim=0)
-        wait = waited(node)
+        wait = wait_of(node)
         found = {} if wait is None else carriers(wait, size)
         for rows in found:
             how = rejoined(rows, size)
@@ -67,25 +68,29 @@ def fuse(graph: Graph, report: FusionReport) -> None:
             elif how is not None and how.source is wait:
                 ask_for_extents(graph, rows, shard, size, dim=how.joined)
         product = _largest(graph, found)
-        kept = _kept(wait, found, product)
+        kept = _why_not_fused(wait, product)
         report.append(Fusion(PATTERN, kept, where(node if product is None else product.node)))
         if kept is None:
             assert wait is not None and product is not None
             _replace(graph, wait, found, product)
 
 
-def _largest(graph: Graph, found: dict[Node, Blocks | None]) -> Product | None:
+def _largest(graph: Graph, found: dict[Node, Permutation | None]) -> Product | None:
     """The product with the most columns, the first of them in the graph."""
     products = {each.node: each for rows, how in found.items() for each in _products(rows, how)}
+    # `found` is in the order of the search, in which ties would be decided otherwise.
     in_order = [products[node] for node in graph.nodes if node in products] if products else []
-    return max(in_order, key=lambda each: _known(value_of(each.node).shape[1]), default=None)
+    return max(in_order, key=_columns, default=None)
 
 
-def _known(extent: Any) -> int:
-    return extent if isinstance(extent, int) else 0
+def _columns(product: Product) -> int:
+    """Of its result; 0 if that is not known before the graph runs."""
+    columns = value_of(product.node).shape[1]
+    return columns if isinstance(columns, int) else 0
 
 
-def _products(rows: Node, how: Blocks | None) -> list[Product]:
+def _products(rows: Node, how: Permutation | None) -> list[Product]:
+    """The products with ``rows`` on the left; of `addmm`, those with ``beta = alpha = 1`` and a bias ``[N]``."""
     found = []
     for user in rows.users:
         if calls(user, aten.mm.default) and arguments(user)[0] is rows:
@@ -96,8 +101,8 @@ def _products(rows: Node, how: Blocks | None) -> list[Product]:
     return found
 
 
-def _kept(wait: Node | None, found: dict[Node, Blocks | None], product: Product | None) -> str | None:
-    """Why these are not fused."""
+def _why_not_fused(wait: Node | None, product: Product | None) -> str | None:
+    """The reason for the report; None if they can be fused."""
     if wait is None:
         return "what is gathered is used before it is waited for"
     if product is None:
@@ -112,23 +117,24 @@ def _kept(wait: Node | None, found: dict[Node, Blocks | None], product: Product 
         return "an extent of what is gathered is computed from data"
     if any(wait in ancestors(each, wait) | {each} for each in tensors[1:]):
         return "the other matrix depends on what is gathered"
-    if product.how is not None and not product.how.known:
+    if product.how is not None and not product.how.is_known:
         return "the extents of several dimensions are not known before it runs"
     return why_no_context(arguments(wait.all_input_nodes[0])[-1])
 
 
-def _passed(found: dict[Node, Blocks | None]) -> set[Node]:
-    """What has the rows, and what is between."""
-    return {*found, *(each for rows in found for each in between(rows))}
+def _passed(found: dict[Node, Permutation | None]) -> set[Node]:
+    """The nodes that have the gathered rows, and those that split them."""
+    return {*found, *(each for rows in found for each in splits_and_parts(rows))}
 
 
-def _replace(graph: Graph, wait: Node, found: dict[Node, Blocks | None], product: Product) -> None:
+def _replace(graph: Graph, wait: Node, found: dict[Node, Permutation | None], product: Product) -> None:
     gather = wait.all_input_nodes[0]
     input, _, group = arguments(gather)
     place, passed = product.node, _passed(found)
     alone = used_only_by(wait, product.node, passed)
     if not alone:
-        # Others have the rows, maybe before the product. So it goes where they are there, and what it needs before it.
+        # Other users of the rows may come before the product. So the operator goes where the wait is, and what it needs
+        # goes before that.
         needed = {product.b, *ancestors(product.b, wait)}
         if product.bias is not None:
             needed |= {product.bias, *ancestors(product.bias, wait)}
@@ -143,14 +149,14 @@ def _replace(graph: Graph, wait: Node, found: dict[Node, Blocks | None], product
             result, rows = (call(graph, operator.getitem, both, number) for number in range(2))
             wait.replace_all_uses_with(shaped(graph, rows, [-1, *inner_extents(graph, input)]))
         if product.how is not None:
-            result = swapped(graph, result, product.how)
+            result = permuted(graph, result, product.how)
     result.meta = {**place_of(product.node), "val": result.meta["val"]}
     product.node.replace_all_uses_with(result)
     erase_unused(graph, {product.node, *passed, gather})
 
 
 def _bring_before(place: Node, end: Node, needed: set[Node]) -> None:
-    """Move those nodes that are needed, and come between these two, ahead of the first."""
+    """Move the ``needed`` nodes between ``place`` and ``end`` to before ``place``, in their order."""
     node = place.next
     while node is not end:
         following = node.next

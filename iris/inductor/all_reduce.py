@@ -1,4 +1,4 @@
-"""A product of matrices, and the sum of all ranks' products: `iris::matmul_all_reduce`."""
+"""A product, and the all_reduce of it: `iris::matmul_all_reduce`."""
 
 import torch
 from torch.fx import Graph, Node
@@ -6,7 +6,7 @@ from torch.fx import Graph, Node
 from iris.ccl.functional import name_of_process_group
 from iris.compat.inductor import c10d, value_of
 from iris.distributed.contexts import why_no_context
-from iris.inductor.nodes import DEVICE, arguments, aten, calls, place_of, reshaped_rows, waited
+from iris.inductor.nodes import DEVICE, arguments, aten, calls, keeps_rows, place_of, wait_of
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.inductor.rows import used_only_by
 from iris.ops.call import WIDE
@@ -15,28 +15,31 @@ PATTERN = "product + all_reduce"
 
 
 def fuse(graph: Graph, report: FusionReport) -> None:
-    """Replace each such product and sum by one operator, in the place of the product."""
+    """Replace each product and all_reduce by one operator, in the place of the product."""
     for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
         product, passed = arguments(node)[0], set()
-        while reshaped_rows(product):
+        while keeps_rows(product):
             passed.add(product)
-            product = product.args[0]
-        kept = _kept(node, product, passed)
+            product = arguments(product)[0]
+        kept = _why_not_fused(node, product, passed)
         report.append(Fusion(PATTERN, kept, where(node)))
         if kept is None:
             _replace(graph, node, product)
 
 
-def _kept(node: Node, product: Node, passed: set[Node]) -> str | None:
-    """Why this all_reduce is not fused with what it sums; ``passed``: the reshapes between."""
+def _why_not_fused(node: Node, product: Node, passed: set[Node]) -> str | None:
+    """The reason for the report; None if an all_reduce and its product can be fused.
+
+    ``passed``: the reshapes between them.
+    """
     if arguments(node)[1] != "sum":
-        return f"the reduction is {node.args[1]!r}"
+        return f"the reduction is {arguments(node)[1]!r}"
     if not calls(product, aten.mm.default):
         what = f"the result of {product.target}" if product.op == "call_function" else "an input of the graph"
         return f"what is summed is {what} and not of a product"
     if not used_only_by(product, node, passed):
         return "the product is used elsewhere"
-    if waited(node) is None:
+    if wait_of(node) is None:
         return "the sum is used before it is waited for"
     if value_of(product).dtype not in WIDE:
         return f"the product is {value_of(product).dtype}"
@@ -52,9 +55,9 @@ def _replace(graph: Graph, node: Node, product: Node) -> None:
         total = graph.call_function(torch.ops.iris.matmul_all_reduce.default, given)
     total.meta = {**place_of(product), "val": value_of(product)}
     product.replace_all_uses_with(total)
-    wait = waited(node)
+    wait = wait_of(node)
     assert wait is not None
-    # The reshapes between the product and its sum follow the sum now.
+    # The reshapes between the product and the all_reduce are of the sum now.
     wait.replace_all_uses_with(total if input is product else input)
     for gone in (wait, node, product):
         graph.erase_node(gone)

@@ -1,7 +1,7 @@
-"""Rows that are rounded to fp8, each divided by its largest absolute value over the largest number of fp8.
+"""Dynamic quantisation to fp8 with a scale for each row (token), as programs write it.
 
-Dynamic quantisation by token, as programs write it: the largest of each row, maybe not less than something tiny, over
-448; the rows over that; what is too large cut off, which nothing is; the conversion.
+``scale = amax(abs(rows), -1, keepdim=True) / 448``, bounded from below before or after the division, and
+``result = (rows / scale).to(float8_e4m3fn)``, where a clamp to ±448 before the conversion changes nothing.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,8 @@ from iris.inductor.nodes import CONVERSIONS, ancestors, arguments, aten, calls, 
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-# A row with no larger number is one of zeros, whatever divides it.
+# A lower bound on the largest of a row, up to which the operator's own, 1e-12 on the scale, may stand for it: what is
+# normalised is zero in the whole row, or has far larger numbers.
 TINY = 1e-9
 
 
@@ -26,7 +27,8 @@ class Quantised(NamedTuple):
 
 
 def quantised(rows: Node) -> Quantised | None:
-    """What ``rows`` become, if nothing else is made of them."""
+    """The quantisation of ``rows``, if nothing else uses them. Followed forward: abs, amax, scale, division, to fp8."""
+    # Some convert to float32 first, for the amax, the division or both.
     wide = [rows, *(each for each in users(rows, CONVERSIONS) if value_of(each).dtype == torch.float32)]
     magnitudes = [magnitude for each in wide for magnitude in users(each, aten.abs.default)]
     for peak in [peak for each in magnitudes for peak in users(each, aten.amax.default) if _is_of_rows(peak)]:
@@ -35,20 +37,23 @@ def quantised(rows: Node) -> Quantised | None:
             continue
         for quotient in users(scale, aten.div.Tensor):
             result = _rounded(quotient) if quotient.args[0] in wide and quotient.args[1] is scale else None
-            if result is not None and _is_all(rows, scale, result):
+            if result is not None and _are_only_results(rows, scale, result):
                 return Quantised(scale, result)
     return None
 
 
 def _is_of_rows(peak: Node) -> bool:
-    """Whether these are the largest along the last dimension, which is kept."""
+    """Whether an amax is along the last dimension, which it keeps."""
     _, *given = arguments(peak)
     return not peak.kwargs and given in ([[-1], True], [[value_of(peak).dim() - 1], True])
 
 
 def _scale(peak: Node) -> Node | None:
-    """The float32 number of each row that divides it."""
-    node, factor, is_bounded = peak, 1.0, False
+    """The scale of each row, float32: the node after ``peak`` where it is both divided by 448 and bounded from below.
+
+    Without a bound a row of zeros would become NaN, as it does not by the operator. So that is something else.
+    """
+    node, factor, is_bounded = peak, 1.0, False  # of what node is: peak * factor
     while not is_bounded or abs(factor * LARGEST - 1) > 1e-6:
         step = only_user(node)
         number = arguments(step)[1] if step is not None and len(step.args) == 2 else None
@@ -67,7 +72,7 @@ def _scale(peak: Node) -> Node | None:
 
 
 def _rounded(quotient: Node) -> Node | None:
-    """The quotient as `FP8`, after bounds if there are any."""
+    """The quotient as `FP8`, after clamps to its range if there are any."""
     node = quotient
     while (step := only_user(node)) is not None:
         if calls(step, CONVERSIONS) and value_of(step).dtype == FP8:
@@ -79,8 +84,8 @@ def _rounded(quotient: Node) -> Node | None:
     return None
 
 
-def _is_all(rows: Node, scale: Node, result: Node) -> bool:
-    """Whether nothing but these two is made of the rows."""
+def _are_only_results(rows: Node, scale: Node, result: Node) -> bool:
+    """Whether only these two of all that is computed from the rows have other users: the operator returns no more."""
     made = {each for each in ancestors(result, rows) | {result} if rows in ancestors(each, rows)}
     inner = (made | {rows}) - {scale, result}
     return all(user in made for each in inner for user in each.users)

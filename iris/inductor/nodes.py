@@ -10,13 +10,13 @@ from iris import simulator
 from iris.compat.inductor import RESHAPES, c10d, value_of
 
 aten = torch.ops.aten
-# Where Iris' operators run. Graphs may have others, such as sums on the CPU beside a GPU.
+# The type of device that Iris' operators run on. Graphs may have collectives on others, such as Gloo's beside a GPU's.
 DEVICE = "cpu" if simulator.ACTIVE else "cuda"
 CONVERSIONS = (torch.ops.prims.convert_element_type.default,)
 
 
 def arguments(node: Node) -> tuple[Any, ...]:
-    """What a node's operator is called with: nodes, numbers and other constants."""
+    """``node.args``: nodes, numbers and other constants. As Any, since the operator says what they are."""
     return node.args
 
 
@@ -27,31 +27,31 @@ def calls(node: Any, targets: Any) -> TypeGuard[Node]:
 
 
 def is_tensor(node: Any) -> TypeGuard[Node]:
-    """Whether this is a node whose result is a tensor, and not an extent of one."""
+    """Whether this is a node whose result is a tensor, and not a number, as an extent is."""
     return isinstance(node, Node) and isinstance(value_of(node), torch.Tensor)
 
 
 def known(condition: bool | torch.SymBool) -> bool:
-    """Whether this is true of extents, whatever they turn out to be.
+    """Whether a comparison of extents is true for all values that they may have.
 
-    Asking leaves no guard, which for a graph of gradients would come too late, and is no error where an extent is
-    computed from data. ``if x == y:`` would be both.
+    Unlike ``if x == y:`` it adds no guard, which would be too late for a graph of gradients, and does not raise where
+    an extent is computed from data.
     """
     if isinstance(condition, bool):
         return condition
-    # Whoever has symbols has imported this, which takes a second.
+    # Here, as it takes a second to import, which whoever has symbols has done.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
 
 
 def known_equal(shape: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether these are the same extents, whatever they turn out to be."""
+    """Whether these are the same extents, for all values that they may have."""
     return len(shape) == len(other) and all(known(n == m) for n, m in zip(shape, other, strict=True))
 
 
 def known_contiguous(value: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous, whatever its extents turn out to be."""
+    """Whether a tensor is contiguous, for all values that its extents may have."""
     stride: Any = 1
     for extent, its in reversed(list(zip(value.shape, value.stride(), strict=True))):
         if not (known(its == stride) or known(extent == 1)):
@@ -61,7 +61,7 @@ def known_contiguous(value: torch.Tensor) -> bool:
 
 
 def depends_on_data(node: Node) -> bool:
-    """Whether an extent of a node's result is computed from data, so that nothing is known of it."""
+    """Whether an extent of a node's result is an unbacked symbol: computed from data, so that nothing is known."""
     if all(isinstance(extent, int) for extent in value_of(node).shape):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -69,7 +69,7 @@ def depends_on_data(node: Node) -> bool:
     return bool(free_unbacked_symbols(value_of(node).shape))
 
 
-def reshaped_rows(node: Any) -> TypeGuard[Node]:
+def keeps_rows(node: Any) -> TypeGuard[Node]:
     """Whether this is a reshape that leaves rows, which lie along the last dimension, as they are."""
     return calls(node, RESHAPES) and known_equal(value_of(node).shape[-1:], value_of(arguments(node)[0]).shape[-1:])
 
@@ -84,28 +84,29 @@ def only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def waited(collective: Node) -> Node | None:
+def wait_of(collective: Node) -> Node | None:
     """The wait for a collective's result, if that alone uses it."""
     wait = only_user(collective)
     return wait if calls(wait, c10d.wait_tensor.default) else None
 
 
 def ancestors(node: Node, until: Node) -> set[Node]:
-    """What a node is computed from, as far as ``until``, which is one of them if it is reached."""
+    """The nodes that a node is computed from; not those that ``until``, which may be among them, is computed from."""
     found: set[Node] = set()
-    open_ = [node]
-    while open_:
-        for each in open_.pop().all_input_nodes:
+    to_visit = [node]
+    while to_visit:
+        for each in to_visit.pop().all_input_nodes:
             if each not in found:
                 found.add(each)
                 if each is not until:
-                    open_.append(each)
+                    to_visit.append(each)
     return found
 
 
 def place_of(node: Node) -> dict[str, Any]:
-    """What a node's ``meta`` tells of its place in the program, for the one that comes in its place.
+    """What a node's ``meta`` says of its place in the program, for the node that replaces it.
 
-    The rest is of its operator and arguments: Inductor gives "eager_input_vals", say, to whatever operator is there.
+    The other entries belong to its operator and arguments. A replacement must not have them: Inductor would apply
+    "eager_input_vals", say, to the wrong operator.
     """
     return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}

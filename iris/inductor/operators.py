@@ -1,4 +1,4 @@
-"""Operators for compiled graphs alone: they write over what the compiler knows that nobody reads any more."""
+"""Operators for compiled graphs alone: they overwrite ``residual``, which Inductor copies first if it is read later."""
 
 from typing import cast
 
@@ -15,7 +15,11 @@ from iris.ops.operations import OperationsContext
 def all_reduce_add_rms_norm(
     a: Tensor, weight: Tensor, residual: Tensor, eps: float, ranks: str, dtype: torch.dtype
 ) -> Tensor:
-    """As `iris.ops.functional.all_reduce_rms_norm`, but ``residual``, which is contiguous, becomes the sum."""
+    """As `iris.ops.functional.all_reduce_rms_norm`, but the sum with the residual is left in ``residual``.
+
+    ``a``, ``residual``: ``[..., N]``, the latter contiguous. ``weight``: ``[N]``. ``ranks``: the group's name. The
+    result is ``[..., N]`` of ``dtype``.
+    """
     out = torch.empty_like(a, dtype=dtype, memory_format=torch.contiguous_format)
     context = cast(OperationsContext, find(ranks)[0])
     context.ops.all_reduce_rms_norm(out, a, weight, eps, residual=residual)
@@ -26,7 +30,7 @@ def all_reduce_add_rms_norm(
 def all_reduce_add_rms_norm_by_row(
     a: Tensor, weight: Tensor, residual: Tensor, eps: float, ranks: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The same to fp8, with a scale for each row: the second result, ``[..., 1]``, float32."""
+    """The same to fp8, and a scale for each row: float32 ``[..., 1]``."""
     out, scales = _rows_and_scales(a, dtype)
     context = cast(OperationsContext, find(ranks)[0])
     context.ops.all_reduce_rms_norm(out, a, weight, eps, residual=residual, row_scales=scales)

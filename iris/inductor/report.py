@@ -9,17 +9,17 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-# With the separator after it, since other packages' names begin so, too.
+# With the separator after it, as names of other packages begin with "torch".
 TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 class Fusion(NamedTuple):
-    """A place of a graph that was looked at."""
+    """A collective in a graph, with what is before or after it."""
 
     pattern: str
-    """What stands there, such as "all_reduce + RMSNorm"."""
+    """What was found there, or looked for, such as "all_reduce + RMSNorm"."""
     kept: str | None
-    """Why it stays as it is; None if it was fused."""
+    """The reason why it was kept as it is; None if it was fused."""
     where: str
     """The module of the model, or the line of the program, that it comes from."""
 

@@ -1,4 +1,4 @@
-"""The sum of all ranks' tensors, a residual added to it, and RMSNorm of that: `iris::all_reduce_add_rms_norm`.
+"""An all_reduce, a residual added to the sum, and RMSNorm of that: `iris::all_reduce_add_rms_norm`.
 
 Norms are found by what they compute and not by their module: torch.nn.RMSNorm and those that models write themselves
 differ in where they convert and multiply.
@@ -23,13 +23,13 @@ from iris.inductor.nodes import (
     aten,
     calls,
     is_tensor,
+    keeps_rows,
     known_contiguous,
     known_equal,
     only_user,
     place_of,
-    reshaped_rows,
     users,
-    waited,
+    wait_of,
 )
 from iris.inductor.operators import all_reduce_add_rms_norm, all_reduce_add_rms_norm_by_row
 from iris.inductor.report import Fusion, FusionReport, where
@@ -47,63 +47,66 @@ class Norm(NamedTuple):
     result: Node
 
 
-class Sum(NamedTuple):
-    """An all_reduce, and what is normalised of it."""
+class ReducedSum(NamedTuple):
+    """An all_reduce, and what may be normalised after it."""
 
     all_reduce: Node
     wait: Node
     added: Node
-    """The result of the wait, or of a reshape of it: what the residual is added to."""
+    """The wait, or the last of the reshapes after it: what the residual is added to."""
     residual: Node | None
     x: Node
-    """``added``, with the residual if there is one."""
+    """What is normalised: ``added``, or its sum with the residual if there is one."""
 
 
 def fuse(graph: Graph, report: FusionReport) -> None:
-    """Replace each such sum and norm by one operator, whose two results are the norm's and the sum with the residual.
+    """Replace each all_reduce and norm by one operator.
 
-    What else is computed of the sum, as training does for gradients, is computed of the operator's second result.
+    With a residual the operator returns the norm and the sum with the residual. Other users of that sum, such as
+    gradients, use the operator's. Without a residual the sum must have no other user.
     """
     for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-        total = _sum(node)
+        total = _reduced_sum(node)
         norm = None if total is None else _norm(total.x)
         if total is None or norm is None:
             continue
-        kept, narrow = _kept(total, norm), quantised(norm.result)
-        pattern = (WITH_RESIDUAL if total.residual else PATTERN) + (" + fp8" if narrow else "")
+        kept, fp8 = _why_not_fused(total, norm), quantised(norm.result)
+        pattern = (WITH_RESIDUAL if total.residual else PATTERN) + (" + fp8" if fp8 else "")
         report.append(Fusion(pattern, kept, where(norm.result)))
         if kept is None:
-            _replace(graph, total, norm, narrow)
+            _replace(graph, total, norm, fp8)
     graph.eliminate_dead_code()
 
 
 # What is there -------------------------------------------------------------------------------------------------------
 
 
-def _sum(all_reduce: Node) -> Sum | None:
-    """With the residual, if one is added to the sum before anything else is done with it."""
-    wait = waited(all_reduce)
+def _reduced_sum(all_reduce: Node) -> ReducedSum | None:
+    """An all_reduce with the residual, if one is added before anything else but reshapes is done with the sum."""
+    wait = wait_of(all_reduce)
     if wait is None:
         return None
     added = wait
-    while reshaped_rows(following := only_user(added)):
+    while keeps_rows(following := only_user(added)):
         added = following
     add = only_user(added)
     if calls(add, aten.add.Tensor) and not add.kwargs:
         other = add.args[0] if add.args[1] is added else add.args[1]
         if other is not added and is_tensor(other) and known_equal(value_of(other).shape, value_of(added).shape):
-            return Sum(all_reduce, wait, added, other, add)
-    return Sum(all_reduce, wait, added, None, added)
+            return ReducedSum(all_reduce, wait, added, other, add)
+    return ReducedSum(all_reduce, wait, added, None, added)
 
 
 def _norm(x: Node) -> Norm | None:
-    """The norm of ``x``, if there is one."""
+    """The norm of ``x``, if there is one. Followed forward: square, mean, + eps, rsqrt, * x, * weight."""
     for wide in (x, *users(x, CONVERSIONS)):
         if value_of(wide).dtype not in (torch.float32, value_of(x).dtype):
             continue
         for square in users(wide, (aten.pow.Tensor_Scalar, aten.mul.Tensor)):
+            if arguments(square) not in ((wide, 2), (wide, wide)):
+                continue
             for mean in users(square, aten.mean.dim):
-                if square.args in ((wide, 2), (wide, wide)) and _is_of_rows(mean):
+                if _is_of_rows(mean):
                     return _norm_by(wide, mean)
     return None
 
@@ -135,8 +138,8 @@ def _weighted(normalised: Node, eps: float) -> Norm | None:
     return None
 
 
-def _kept(total: Sum, norm: Norm) -> str | None:
-    """Why these are not fused."""
+def _why_not_fused(total: ReducedSum, norm: Norm) -> str | None:
+    """The reason for the report; None if these can be fused."""
     input, op, _ = arguments(total.all_reduce)
     tensors = [each for each in (input, norm.weight, norm.result, total.residual) if isinstance(each, Node)]
     others = [value_of(each).dtype for each in tensors if value_of(each).dtype not in WIDE]
@@ -153,6 +156,7 @@ def _kept(total: Sum, norm: Norm) -> str | None:
         return "the weight of the norm depends on the sum"
     if total.residual is None:
         inside = ancestors(norm.result, total.x) | {norm.result}
+        # The sum itself, and the steps of the norm but for its result, which the operator does not return.
         of_sum = [each for each in inside - {norm.result} if total.x in ancestors(each, total.x) | {each}]
         if not {user for each in of_sum for user in each.users} <= inside:
             return "the sum is used elsewhere, and no residual is added to it"
@@ -166,35 +170,40 @@ def _kept(total: Sum, norm: Norm) -> str | None:
 # What comes in its place ---------------------------------------------------------------------------------------------
 
 
-def _replace(graph: Graph, total: Sum, norm: Norm, narrow: Quantised | None) -> None:
+def _replace(graph: Graph, total: ReducedSum, norm: Norm, fp8: Quantised | None) -> None:
     input, _, group = arguments(total.all_reduce)
-    # What was reshaped after the sum is reshaped before it.
+    # The reshapes after the wait become reshapes of the operator's input.
     total.wait.replace_all_uses_with(input)
     graph.erase_node(total.wait)
     graph.erase_node(total.all_reduce)
     a = input if total.added is total.wait else total.added
-    ranks, dtype = name_of_process_group(group), value_of(narrow.result if narrow else norm.result).dtype
+    ranks, dtype = name_of_process_group(group), value_of(fp8.result if fp8 else norm.result).dtype
     if total.residual is None:
+        # The operators' second result is empty: it is the sum with a residual.
         with graph.inserting_before(norm.result):
-            if narrow is None:
+            if fp8 is None:
                 given = (a, norm.weight, None, norm.eps, ranks, None, dtype)
                 call = rows.call(graph, torch.ops.iris.all_reduce_rms_norm.default, *given)
+                replaced = {0: norm.result}
             else:
-                of_fp8 = (a, norm.weight, None, norm.eps, ranks, dtype)
-                call = rows.call(graph, torch.ops.iris.all_reduce_rms_norm_by_row.default, *of_fp8)
-        _put(graph, call, {0: norm.result} if narrow is None else {0: narrow.result, 2: narrow.scale})
+                given_by_row = (a, norm.weight, None, norm.eps, ranks, dtype)
+                call = rows.call(graph, torch.ops.iris.all_reduce_rms_norm_by_row.default, *given_by_row)
+                replaced = {0: fp8.result, 2: fp8.scale}
+        _use_results(graph, call, replaced)
         return
-    # A weight that is computed, as 1 + w is, may come after the sum, whose users need the results before.
+    # The operator goes where the sum is, since that may have other users. A weight that is computed, as 1 + w, may come
+    # after the sum, and is moved before it then.
     needed = ancestors(norm.weight, total.x) | {norm.weight}
     for node in _between(total.x, norm.result):
         if node in needed:
             total.x.prepend(node)
     with graph.inserting_before(total.x):
         named = dict(a=a, weight=norm.weight, residual=total.residual, eps=norm.eps, ranks=ranks, dtype=dtype)
-        operator_ = all_reduce_add_rms_norm_by_row if narrow else all_reduce_add_rms_norm
+        operator_ = all_reduce_add_rms_norm_by_row if fp8 else all_reduce_add_rms_norm
         call = writes(graph, operator_, named)
-    results = [narrow.result, narrow.scale] if narrow else [norm.result]
-    _put(graph, call, dict(enumerate([*results, total.x])))
+    results = [fp8.result, fp8.scale] if fp8 else [norm.result]
+    # `writes` returns what is written, the residual, after the operator's results.
+    _use_results(graph, call, dict(enumerate([*results, total.x])))
 
 
 def _between(first: Node, last: Node) -> list[Node]:
@@ -206,8 +215,8 @@ def _between(first: Node, last: Node) -> list[Node]:
     return nodes
 
 
-def _put(graph: Graph, call: Node, replaced: dict[int, Node]) -> None:
-    """Let the results of ``call``, by number, be used where those nodes were."""
+def _use_results(graph: Graph, call: Node, replaced: dict[int, Node]) -> None:
+    """Let users of the ``replaced`` nodes use results of ``call``, by their numbers, instead."""
     values = call.meta.get("val", tuple(value_of(each) for each in replaced.values()))
     call.meta = {**place_of(replaced[0]), "val": values}
     for index, node in replaced.items():

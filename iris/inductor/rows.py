@@ -1,8 +1,15 @@
-"""Rows that collectives move, and how graphs bring them in their order where a dimension is not the first.
+"""Rows that collectives move: where a graph has them, and in which order.
 
-Collectives along another dimension than the first are made of those along the first: a gather splits its result by
-ranks and joins it along the dimension, and a scatter splits what it is given along the dimension and joins it by ranks.
-A fused operator takes and leaves rows by ranks, so that what it takes, or leaves, is brought in their order instead.
+A row lies along the last dimension. c10d gathers and scatters along the first dimension only, so torch makes a
+collective along another one of that and a copy. Of W ranks with ``[B, S, H]`` each, along dimension 1:
+
+- a gather: ``all_gather_into_tensor`` gives ``[W B, S, H]``, which ``cat(split(…, dim=0), dim=1)`` makes
+  ``[B, W S, H]``;
+- a scatter: ``cat(split(…, dim=1), dim=0)`` makes ``[W B, S, H]`` of ``[B, W S, H]``, for ``reduce_scatter_tensor``.
+
+A fused operator takes, or returns, a matrix of rows *by ranks*: all of rank 0, then all of rank 1, ``[W B S, H]``. So
+split and cat go, and the rows of its input, or its result, are permuted instead (`Permutation`): the rows of this
+gather are ``[W, B, S]`` by ranks and ``[B, W, S]`` in the tensor.
 """
 
 import math
@@ -15,39 +22,42 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from iris.compat.inductor import value_of
-from iris.inductor.nodes import arguments, aten, calls, known_equal, reshaped_rows, users
+from iris.inductor.nodes import arguments, aten, calls, keeps_rows, known_equal, users
 
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 class Rejoined(NamedTuple):
-    """A tensor that was split along one dimension and joined along another."""
+    """The parts of ``source``, split along dimension ``split`` and concatenated along dimension ``joined``."""
 
     source: Node
     split: int
     joined: int
 
 
-class Blocks(NamedTuple):
-    """Rows in three dimensions, of which the first two are to be swapped. What is not known before it runs is -1."""
+class Permutation(NamedTuple):
+    """Rows as ``[first, second, inner]``, to be permuted to ``[second, first, inner]``.
+
+    An extent that is not known before the graph runs is -1.
+    """
 
     first: int
     second: int
     inner: int
 
     @property
-    def in_order(self) -> bool:
-        """Whether rows are the same before and after the swap."""
+    def is_identity(self) -> bool:
+        """Whether it leaves the rows where they are."""
         return 1 in (self.first, self.second)
 
     @property
-    def known(self) -> bool:
-        """Whether a view can be made of them, of which one extent at most may be unknown."""
+    def is_known(self) -> bool:
+        """Whether rows can be viewed as these dimensions: ``view`` infers one -1, and not two."""
         return self.count(-1) < 2
 
 
 def rejoined(node: Any, size: int) -> Rejoined | None:
-    """How ``node`` was made of ``size`` equal parts of another, if it is their join."""
+    """How ``node`` concatenates the ``size`` equal parts of another tensor, in their order; None if it does not."""
     if not calls(node, aten.cat.default):
         return None
     parts, dim = arguments(node)[0], _dim(node, 1)
@@ -69,56 +79,54 @@ def _dim(node: Node, place: int) -> int:
     return args[place] if len(args) > place else cast(int, node.kwargs.get("dim", 0))
 
 
-def carriers(rows: Node, size: int) -> dict[Node, Blocks | None]:
-    """What has these rows, which are by ranks: ``rows``, its reshapes, and what is joined along another dimension.
+def carriers(rows: Node, size: int) -> dict[Node, Permutation | None]:
+    """The nodes that have the rows of ``rows``, which are by ranks: itself, concatenations along another dimension, and
+    reshapes of both.
 
-    With the blocks that bring rows by ranks in the order of the tensor; None where they are in it.
+    Each with the permutation from the order by ranks to that of the node; None where it has them by ranks.
     """
-    found: dict[Node, Blocks | None] = {rows: None}
-    open_ = [rows]
-    while open_:
-        node = open_.pop()
-        after = {each: found[node] for each in node.users if reshaped_rows(each)}
+    found: dict[Node, Permutation | None] = {rows: None}
+    to_visit = [rows]
+    while to_visit:
+        node = to_visit.pop()
+        following = {each: found[node] for each in node.users if keeps_rows(each)}
         if found[node] is None:
-            for cat in _joins(node):
-                how = rejoined(cat, size)
-                if how is not None and how.split == 0 and 0 < how.joined < value_of(node).dim() - 1:
+            for cat in {cat for part in splits_and_parts(node) for cat in users(part, aten.cat.default)}:
+                made = rejoined(cat, size)
+                # Along the last dimension they would be other rows.
+                if made is not None and made.split == 0 and 0 < made.joined < value_of(node).dim() - 1:
                     shape = value_of(node).shape
-                    # A rank has a `size`-th of the first dimension.
-                    after[cat] = blocks((size,), (shape[0] // size, *shape[1 : how.joined]), shape[how.joined : -1])
-        found |= after
-        open_ += after
+                    outer = (shape[0] // size, *shape[1 : made.joined])
+                    following[cat] = permutation((size,), outer, shape[made.joined : -1])
+        found |= following
+        to_visit += following
     return found
 
 
-def between(rows: Node) -> set[Node]:
-    """The splits of rows, and their parts."""
+def splits_and_parts(rows: Node) -> set[Node]:
+    """The nodes that split ``rows``, and those that take a part of a split."""
     splits = users(rows, SPLITS)
     return {*splits, *(part for split in splits for part in split.users if calls(part, operator.getitem))}
 
 
-def _joins(rows: Node) -> set[Node]:
-    return {cat for part in between(rows) for cat in users(part, aten.cat.default)}
+def permutation(*extents: tuple[Any, ...]) -> Permutation:
+    """``extents``: for each of its three dimensions, those of the tensor's dimensions that it is the product of."""
+    return Permutation(*(math.prod(each) if all(isinstance(n, int) for n in each) else -1 for each in extents))
 
 
-def blocks(*extents: tuple[Any, ...]) -> Blocks:
-    """Of rows with these extents in each of the three dimensions."""
-    return Blocks(*(math.prod(each) if all(isinstance(n, int) for n in each) else -1 for each in extents))
-
-
-def swapped(graph: Graph, rows: Node, how: Blocks) -> Node:
-    """The rows with the first two dimensions of their blocks the other way round."""
-    if how.in_order:
+def permuted(graph: Graph, rows: Node, how: Permutation) -> Node:
+    """The rows of a matrix in the other order: a copy, unless that is the same."""
+    if how.is_identity:
         return rows
     columns = value_of(rows).shape[-1]
-    apart = call(graph, aten.reshape.default, rows, [*how, columns])
-    other = call(graph, aten.permute.default, apart, [1, 0, 2, 3])
-    packed = call(graph, aten.clone.default, other, memory_format=torch.contiguous_format)
-    return call(graph, aten.view.default, packed, [-1, columns])
+    rows = call(graph, aten.reshape.default, rows, [*how, columns])
+    rows = call(graph, aten.permute.default, rows, [1, 0, 2, 3])
+    rows = call(graph, aten.clone.default, rows, memory_format=torch.contiguous_format)
+    return call(graph, aten.view.default, rows, [-1, columns])
 
 
 def flattened(graph: Graph, rows: Node) -> Node:
-    """The rows as a matrix."""
+    """The rows of a tensor as a matrix, ``[rows, last dimension]``."""
     value = value_of(rows)
     return rows if value.dim() == 2 else call(graph, aten.reshape.default, rows, [-1, value.shape[-1]])
 
@@ -128,20 +136,23 @@ def shaped(graph: Graph, rows: Node, extents: Sequence[Any]) -> Node:
     return rows if len(extents) == 2 else call(graph, aten.view.default, rows, list(extents))
 
 
-def known_extents(node: Node) -> list[int] | None:
-    """Those of a tensor, of which one may be unknown, and -1; None if more are."""
+def extents_for_view(node: Node) -> list[int] | None:
+    """The extents of a node's result as ``view`` takes them: one that is not known is -1; None if several are not."""
     extents = [n if isinstance(n, int) else -1 for n in value_of(node).shape]
     return extents if extents.count(-1) < 2 else None
 
 
 def inner_extents(graph: Graph, node: Node) -> list[Any]:
-    """Those of a tensor after the first: numbers, or nodes for what is not known before it runs."""
+    """The extents of a node's result but the first: numbers, or new nodes for what is not known before it runs."""
     extents = value_of(node).shape[1:]
     return [n if isinstance(n, int) else call(graph, aten.sym_size.int, node, 1 + i) for i, n in enumerate(extents)]
 
 
 def ask_for_extents(graph: Graph, rows: Node, shard: Node, size: int, dim: int) -> None:
-    """Let what asks for an extent of ``rows``, ``size`` shards along ``dim``, ask for that of the shard."""
+    """Compute extents of ``rows``, which are ``size`` shards along ``dim``, from those of the shard.
+
+    Then what only asks how large ``rows`` is does not use it, and ``rows`` can go.
+    """
     for user in users(rows, aten.sym_size.int):
         along = arguments(user)[1]
         with graph.inserting_before(user):
@@ -153,19 +164,22 @@ def ask_for_extents(graph: Graph, rows: Node, shard: Node, size: int, dim: int) 
 
 
 def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new node where the graph inserts, with what stands for its result."""
+    """A new node at the graph's insertion point, with the fake tensor of its result."""
     node = graph.call_function(target, args, kwargs)
     node.meta["val"] = target(*map_arg(args, value_of), **kwargs)
     return node
 
 
 def erase_unused(graph: Graph, nodes: set[Node]) -> None:
-    """Erase those of the nodes that nothing uses any more. torch leaves a wait where it is."""
+    """Erase those of the nodes that nothing uses any more.
+
+    Graph.eliminate_dead_code() would keep a wait, which counts as impure.
+    """
     for node in reversed([each for each in graph.nodes if each in nodes]):
         if not node.users:
             graph.erase_node(node)
 
 
 def used_only_by(node: Node, last: Node, passed: set[Node]) -> bool:
-    """Whether all that is made of ``node`` goes to ``last``, by way of those that are ``passed``."""
+    """Whether ``node`` is used by ``last`` alone, directly or by way of nodes in ``passed``."""
     return all(user is last or user in passed and used_only_by(user, last, passed) for user in node.users)

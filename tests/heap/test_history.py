@@ -121,7 +121,7 @@ def test_equal_allocations_at_different_offsets_are_a_difference():
     histories = [History(debug=False) for _ in range(2)]
     for offset, each in zip((0, 1024), histories, strict=True):
         each.add(16, (4,), torch.float32)
-        each.place(offset)
+        each.add_offset(offset)
     group = SimpleNamespace(ranks=(0, 1))
     with pytest.raises(AsymmetricHeapError, match="The sizes or the offsets differ"):
         histories[0].compare(group, [each.summary("barrier()") for each in histories])

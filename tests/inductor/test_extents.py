@@ -1,4 +1,4 @@
-"""Extents that are computed from data, or differ between ranks; and groups whose ranks can have no context."""
+"""Extents that are not known, computed from data, or differ between ranks; and groups whose ranks have no context."""
 
 from unittest import mock
 
@@ -84,6 +84,29 @@ def compare_from_data(ctx, function):
 )
 def test_extents_that_are_computed_from_data(ranks, function):
     ranks.run(compare_from_data, function)
+
+
+# Left to a reshape ----------------------------------------------------------------------------------------------------
+
+
+def compare_inferred(ctx):
+    """A reshape leaves an extent to torch, besides the one that is scattered, so two are not known."""
+    group, report = dist.new_group(backend="cuda:iris"), FusionReport()
+    x, w = random(ctx, (4, 6, H))[ctx.cur_rank], random(ctx, (H, K), 1)[ctx.cur_rank]
+
+    def function(x, w):
+        return funcol.reduce_scatter_tensor((x.flatten(0, 1) @ w).view(x.shape[0], -1, w.shape[1]), "sum", 0, group)
+
+    with torch.no_grad():
+        result = compiled(function, report, dynamic=True)(x, w)
+        torch.testing.assert_close(result, function(x, w), rtol=1e-4, atol=1e-5)
+    expect(report, {}, "extents of several dimensions")
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2)
+def test_an_extent_that_a_reshape_leaves_to_torch(ranks):
+    ranks.run(compare_inferred)
 
 
 # Another one on each rank ---------------------------------------------------------------------------------------------

@@ -277,5 +277,6 @@ def test_a_row_that_no_kernel_holds_stays():
     part, weight = graph.placeholder("part"), graph.placeholder("weight")
     wide = [torch.empty(2, MOST_COLUMNS + 1, device=nodes.DEVICE), torch.empty(MOST_COLUMNS + 1, device="meta")]
     part.meta["val"], weight.meta["val"] = wide
-    total = rms_norm.Sum(graph.call_function(c10d.all_reduce.default, (part, "sum", "0")), part, part, None, part)
-    assert f"{MOST_COLUMNS} is the most" in rms_norm._kept(total, rms_norm.Norm(weight, EPS, part))
+    all_reduce = graph.call_function(c10d.all_reduce.default, (part, "sum", "0"))
+    total = rms_norm.ReducedSum(all_reduce, part, part, None, part)
+    assert f"{MOST_COLUMNS} is the most" in rms_norm._why_not_fused(total, rms_norm.Norm(weight, EPS, part))

@@ -257,7 +257,7 @@ def in_the_group(ctx):
     put_in_place.cache_clear()
     # Passes over graphs would stay in this process, and be in the way of others' tests.
     module = sys.modules[iris.accelerate.__module__]
-    with mock.patch.object(module, "add_graph_pass"), mock.patch.object(module, "_on", []), only_iris():
+    with mock.patch.object(module, "add_graph_pass"), mock.patch.object(module, "_registered", []), only_iris():
         iris.accelerate()
         kept, _ = ops.fused_all_gather_matmul(a[ctx.cur_rank], [a[0].t()], 0, group.group_name)
     assert torch.equal(kept, torch.cat(a))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from iris.bench import norms, operations, ops_command, plots
+from iris.bench.report import save_rows
 from iris.errors import InvalidValueError
 
 
@@ -37,7 +38,7 @@ def test_what_is_measured(ranks, tmp_path):
         else:
             assert row.error is None
     assert len(rows) == 2 * (4 * 5 + len(by_copies)) + len(of_norms)
-    operations.write(tmp_path, "operations_2", 2, rows)
+    save_rows(tmp_path / "operations_2.csv", 2, 1, rows)
     written = json.loads((tmp_path / "operations_2.json").read_text())
     assert [operations.Row(**row) for row in written["rows"]] == rows
     assert {file.stem for file in plots.draw_operations(tmp_path, "operations_2", rows)} == {
@@ -67,7 +68,7 @@ def test_products_of_fp8(ranks):
 def test_a_sweep_comes_besides_the_other_shapes(monkeypatch):
     given = []
     monkeypatch.setattr(ops_command.ranks, "number", lambda asked: asked)
-    monkeypatch.setattr(ops_command.ranks, "measure", lambda num_ranks, work, *args: given.append(args[3]))
+    monkeypatch.setattr(ops_command.ranks, "run", lambda num_ranks, work, *args: given.append(args[3]))
     for shapes, sweep in (((), False), ((), True), (((8, 8, 8),), False), (((8, 8, 8),), True)):
         ops_command.run((), (), "bfloat16", shapes, sweep, None, None, 2)
     usual, both, one, one_and_sweep = given
@@ -124,7 +125,7 @@ def test_what_a_library_cannot_do_is_no_failure(ranks, capsys):
 )
 def test_what_cannot_be_measured_is_refused(names, libraries, shapes, words, monkeypatch):
     monkeypatch.setattr(ops_command.ranks, "number", lambda asked: asked)
-    monkeypatch.setattr(ops_command.ranks, "measure", lambda *args: pytest.fail("measures"))
+    monkeypatch.setattr(ops_command.ranks, "run", lambda *args: pytest.fail("measures"))
     with pytest.raises(click.UsageError, match=words):
         ops_command.run(names, libraries, "bfloat16", tuple(shapes), False, None, None, 2)
 
@@ -143,7 +144,7 @@ def test_usual_shapes_are_left_out_where_ranks_cannot_share_them(monkeypatch):
     """Three ranks share the last product, and the rows to normalise, which each of them has in whole."""
     given = []
     monkeypatch.setattr(ops_command.ranks, "number", lambda asked: asked)
-    monkeypatch.setattr(ops_command.ranks, "measure", lambda *args: given.append(args))
+    monkeypatch.setattr(ops_command.ranks, "run", lambda *args: given.append(args))
     ops_command.run((), (), "bfloat16", (), False, None, None, 3)
     assert given and operations.problem("all_gather_matmul", operations.SHAPES[0], 3)
     assert not operations.problem("all_gather_matmul", (3072, 12288, 4096), 3)

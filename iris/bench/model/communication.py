@@ -217,7 +217,10 @@ class Fused:
 
 
 class FusedOperators(Fused):
-    """The same for torch.compile, which breaks a graph where a method of a context is called."""
+    """The same for compiled layers: a graph breaks at a method of a context, but not at an operator.
+
+    `all_reduce` and `all_gather`, which are methods still, are called outside of layers.
+    """
 
     def all_reduce_rms_norm(self, part: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return functional.all_reduce_rms_norm(part, gain, residual, eps, self.ranks)

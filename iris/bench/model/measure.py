@@ -154,14 +154,13 @@ def measure(
     by = {way: WAYS[way].communication(ctx) for way in ways}
     try:
         for case in sorted(cases, key=lambda case: case.mode == "train"):
-            # Whose tensors and graphs are gone when it returns.
             kind = Training if case.mode == "train" else Inference
             suitable = {way: each for way, each in by.items() if WAYS[way].suits(case.mode, dimensions)}
-            room = dimensions, case.tokens_of_rank(ctx.num_ranks), dtype
-            found = _side_by_side(ctx, kind(ctx, case, maker, decoders), suitable, room)
+            experts_memory = dimensions, case.tokens_of_rank(ctx.num_ranks), dtype
+            found = _side_by_side(ctx, kind(ctx, case, maker, decoders), suitable, experts_memory)
             ctx.ops.close()
             ctx.ccl.release_graphs()
-            # Of what it has compiled for this case: it compiles a function for a few cases only, and then refuses.
+            # Dynamo compiles a function for a few shapes only (torch._dynamo.config.recompile_limit) and then refuses.
             torch.compiler.reset()
             ctx.barrier()
             for way, (spent, errors, reason) in found.items():
@@ -190,9 +189,12 @@ class _Found(NamedTuple):
 
 
 def _side_by_side(
-    ctx: Iris, measured: Measured, by: dict[str, Communication], room: tuple[Dimensions, int, torch.dtype]
+    ctx: Iris, measured: Measured, by: dict[str, Communication], experts_memory: tuple[Dimensions, int, torch.dtype]
 ) -> dict[str, _Found]:
-    """``room``: what `Communication.prepare` takes."""
+    """What is found of a case, by way. ``experts_memory``: what `Communication.prepare` takes.
+
+    A function of its own, so that its tensors and graphs are gone when it returns.
+    """
     errors: dict[str, Errors] = {}
     reasons: dict[str, str] = {}
     readied: dict[str, Any] = {}
@@ -203,7 +205,7 @@ def _side_by_side(
 
         errors[way], reason = (None, None), ""
         try:
-            communication.prepare(*room)
+            communication.prepare(*experts_memory)
             if way != FLOOR or ctx.num_ranks == 1:
                 error, error_of_one, reason = measured.compare(way, communication)
                 errors[way] = error, error_of_one

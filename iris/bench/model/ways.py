@@ -21,15 +21,16 @@ FLOOR = "none"
 class Way(NamedTuple):
     """``communication``: made by all ranks together. ``compiler``: what methods of layers go through, if anything.
 
-    ``counts``: whether the host counts the tokens of each expert, which no graph can capture.
+    ``host_counts``: whether the host waits for the number of tokens of each expert, which no graph can capture.
     """
 
     communication: Callable[[Iris], Communication]
     compiler: Compiler | None = None
-    counts: bool = False
+    host_counts: bool = False
 
     def suits(self, mode: str, dimensions: Dimensions) -> bool:
-        return not self.counts or (mode == "train" and dimensions.experts > 0)
+        """Whether there is anything to measure: only training steps run without a graph."""
+        return not self.host_counts or (mode == "train" and dimensions.experts > 0)
 
 
 def inductor(method: Callable) -> Callable:
@@ -65,7 +66,7 @@ def _by_the_backend(ctx: Iris) -> Communication:
 WAYS = {
     "nccl": Way(_by_the_vendor),
     "nccl compiled": Way(_by_the_vendor, compiler=inductor),
-    "nccl all-to-all": Way(_by_all_to_all, counts=True),
+    "nccl all-to-all": Way(_by_all_to_all, host_counts=True),
     "iris accelerate": Way(_by_the_vendor, compiler=accelerated),
     "iris backend": Way(_by_the_backend),
     "iris fused": Way(Fused),
