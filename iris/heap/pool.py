@@ -45,8 +45,8 @@ class _Block:
 
     ``region``: None where the memory is torch's. ``offset``, ``room``: in bytes. ``stream``: the handle of the stream
     that it belongs to, None on the CPU. ``count``, ``dtype``: of the tensor. ``others``: the streams that
-    `Pool.record_stream` was given for it. ``behind``: events on these after the tensor's death, for which the next user
-    of the memory waits.
+    `Pool.record_stream` was given for it. ``events``: recorded on these streams when the tensor has died; the next
+    user of the memory waits for them.
     """
 
     region: "_Region | None"
@@ -56,7 +56,7 @@ class _Block:
     count: int = 0
     dtype: torch.dtype = torch.uint8
     others: list[Any] = field(default_factory=list)
-    behind: list[Any] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
 
 
 class _Region:
@@ -126,7 +126,7 @@ class Pool:
         # Blocks of dead tensors, by the stream that they belong to and their room.
         self._idle: dict[tuple[Any, int], list[_Block]] = defaultdict(list)
         # Events of unfinished work on memory that streams have freed: who cuts a block from a region waits for them.
-        self._behind: list[Any] = []
+        self._pending: list[Any] = []
         # By stream and room: bytes in use, and the most there have been. Then the same over all of them.
         self._used: Counter[tuple[Any, int]] = Counter()
         self._most: Counter[tuple[Any, int]] = Counter()
@@ -246,7 +246,7 @@ class Pool:
             self._used[block.stream, block.room] -= block.room
             self._at_once -= block.room
             if block.region is not None and not captured:
-                block.behind = [stream.record_event() for stream in block.others]
+                block.events = [stream.record_event() for stream in block.others]
                 block.others = []
                 self._idle[block.stream, block.room].append(block)
 
@@ -255,8 +255,8 @@ class Pool:
         idle = self._idle.get((stream, room))
         if idle:
             block = idle.pop()
-            self._wait(stream, block.behind)
-            block.behind = []
+            self._wait(stream, block.events)
+            block.events = []
             return block
         found = self._cut(room, stream)
         if found is None and any(self._idle.values()):
@@ -273,10 +273,10 @@ class Pool:
             offset = region.allocator.allocate(room)
             if offset is not None:
                 # Another thread may be capturing a graph, and cudaEventQuery() would invalidate that.
-                asks = self._behind and self._device.type == "cuda"
+                asks = self._pending and self._device.type == "cuda"
                 with relaxed() if asks else nullcontext():
-                    self._behind = [event for event in self._behind if not event.query()]
-                self._wait(stream, self._behind)
+                    self._pending = [event for event in self._pending if not event.query()]
+                self._wait(stream, self._pending)
                 return _Block(region, offset, room, stream)
         return None
 
@@ -289,14 +289,14 @@ class Pool:
         blocks = [block for idle in self._idle.values() for block in idle]
         self._idle.clear()
         for stream in {block.stream for block in blocks} - {None}:
-            self._behind.append(self._streams[stream].record_event())
+            self._pending.append(self._streams[stream].record_event())
         for block in blocks:
             assert block.region is not None
-            self._behind += block.behind
+            self._pending += block.events
             block.region.allocator.free(block.offset)
             block.region.blocks.pop(block.offset, None)
 
 
 def _room(size: int) -> int:
-    """Bytes that a tensor of ``size`` takes, with a gap behind it while somebody looks for accesses past its end."""
+    """Bytes that a tensor of ``size`` takes, with a gap after it while somebody looks for accesses past its end."""
     return round_up(max(1, size if observer.recorder is None else size + observer.GAP))

@@ -77,7 +77,7 @@ def test_further_streams_hold_it_back(pool):
         pool.record_stream(tensor[1:], stream)
     del tensor
     assert bytes_of(pool, KIB).data_ptr() == place and pool.stream.waits == ["other"]
-    # Once: what the next one has is behind that.
+    # Once: what the next one has comes after that.
     assert bytes_of(pool, KIB).data_ptr() == place and pool.stream.waits == ["other"]
     elsewhere = torch.empty(4)
     pool.record_stream(elsewhere, pool.other)
@@ -106,7 +106,7 @@ def test_a_program_that_repeats_itself_waits_for_no_stream(pool):
     streams = pool.stream, pool.other
 
     def step():
-        """On each stream sizes one behind the other, of which each could have the memory of the one before."""
+        """On each stream sizes one after the other, of which each could have the memory of the one before."""
         held = []
         for pool.stream in streams:
             for size in (ROOM // 2, ROOM // 4):
