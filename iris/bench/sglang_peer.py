@@ -29,7 +29,7 @@ class SGLang:
         module = importlib.import_module("sglang.srt.distributed.device_communicators.custom_all_reduce_v2")
         self._fused: Any = importlib.import_module("sglang.kernels.ops.communication.all_reduce_fusion")
         self._group: Any = dist.new_group(backend="gloo")  # it wants one of the host's
-        # Whoever destroys it below does so after the others' connecting, which would fail.
+        # A rank destroys it below only when all others have connected, which would fail otherwise.
         dist.barrier(self._group)
         limit = max(LEAST_LIMIT, largest.summed * largest.dtype.itemsize)
         self._all_reduce: Any = module.CustomAllReduceV2(self._group, ctx.device, max_size=limit)

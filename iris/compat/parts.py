@@ -25,7 +25,7 @@ def missing(path: str, purpose: str) -> MissingPartError:
 
 
 def _find(path: str) -> Any:
-    # As `pkgutil.resolve_name` does, in a third of the time: some parts are looked for at each call of an operator.
+    # As `pkgutil.resolve_name` does of "module:names", but sooner: operators look for some parts at each call.
     module, _, names = path.partition(":")
     return attrgetter(names)(import_module(module))
 

@@ -108,7 +108,10 @@ class Lifetimes:
         return ready
 
     def dead(self) -> set[int]:
-        """The numbers of blocks whose tensors have died here, and which `collect` has not returned yet."""
+        """The numbers of blocks whose tensors have died here, and which `collect` has not taken yet.
+
+        Those that a graph may use, `collect` never returns.
+        """
         unread = {number for number, _ in list(self._deaths)}
         return unread.union(*(numbers for _, numbers in self._unfinished))
 

@@ -12,10 +12,10 @@ beginning and its end. Other streams get the memory only when no other is left, 
 further stream holds memory back only if it was named to `record_stream`. Otherwise it has to be over, or the tensor's
 stream has to have waited for it, when the tensor dies.
 
-*A program that repeats itself soon has enough.* Where no memory of a size is left, all streams give back their idle
+*A program that repeats itself soon has enough.* Where no memory of a size is left, all streams give back their free
 memory, and whoever uses any of that next waits for all of these streams: FSDP2 would gather no layer's parameters while
-it computes with those before. So there is to be room for the most tensors of each size on each stream, up to twice what
-all tensors together have had at once (`Pool.lacking`).
+it computes with those before. So there is to be room for the most tensors of each size on each stream, up to about
+twice what all tensors together have had at once (`Pool.lacking`).
 
 *Memory whose tensor dies during the capture of a CUDA graph is never given out again*: the graph may use it, and may be
 replayed at any time.
@@ -145,7 +145,8 @@ class Pool:
     def lacking(self, count: int, dtype: torch.dtype) -> int:
         """Bytes of the region to add before the next call of `empty`, with this count and dtype; 0 for none. Local.
 
-        So that this call, and all those so far once more, find room without what other streams give back.
+        So that this call, and all those so far once more, find room without what other streams give back; as long as
+        that is no more than twice what all tensors have had at once.
         """
         with self._lock:
             self._bury()

@@ -242,7 +242,10 @@ class SymmetricHeap:
         return self._allocator.stats()
 
     def allocations(self) -> list[tuple[Block, bool]]:
-        """The blocks in use, and whether this rank's tensor of each is dead: it was freed, or nothing holds it."""
+        """The blocks in use, and whether this rank's tensor of each is dead: it was freed, or nothing holds it.
+
+        What a graph may use is not dead.
+        """
         blocks, done = self._blocks.copy(), self._reclamation.done.copy()
         dead = self._lifetimes.dead() | {number for number, ranks in done.items() if ranks >> self.group.rank & 1}
         return [(block, number in dead) for number, block in blocks.items()]

@@ -92,7 +92,7 @@ def test_without_room_memory_is_torchs_and_is_lacking(pool):
     assert pool.lacking(1, torch.uint8) == ROOM // 2 + KIB
     del most[0]
     # What is lacking is what was in use together, and not what is in use now.
-    assert pool.lacking(ROOM // 2, torch.uint8) == ROOM // 2
+    assert pool.lacking(1, torch.uint8) == ROOM // 2 + KIB
     pool.add(create(Group(None), ROOM, torch.device("cpu")))
     assert pool.size == 2 * ROOM and pool.lacking(1, torch.uint8) == 0
     # Enough in all, and no room in one piece.

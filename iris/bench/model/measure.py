@@ -1,8 +1,8 @@
 """A decoder's steps, prompts and training steps, with each way of communicating, in one run on the same weights.
 
 A time is the median by turns with the other ways, of the ranks the slowest: of replays of a CUDA graph of one step, or
-of one pass over prompts. Training steps are called as they are, one after the other, as a program does that does
-not look at each loss; the time is that of one. Logits, or gradients, of each way are compared with those
+of one pass over prompts. Of training steps several are enqueued one after the other, as by a program that
+does not look at each loss; the time is that of one. Logits, or gradients, of each way are compared with those
 of one process, which computes the same in a wider dtype from the same rounded weights.
 """
 
@@ -26,7 +26,7 @@ from iris.context import Iris
 
 # Of a way, and of one process in the dtype; none where nothing is compared.
 Errors = tuple[float | None, float | None]
-# One step or pass is a graph; training steps are called one after the other.
+# One step or pass is a graph; of training steps several are enqueued one after the other.
 OFTEN, TRAINING = Repetitions(1, 25, 10), Repetitions(4, 7, 2)
 # Layers of the model whose gradients are compared: one process has those of all parameters at once.
 COMPARED_LAYERS = 2

@@ -175,8 +175,8 @@ class GroupedCall(NamedTuple):
             for group, offset in enumerate(self.offs.tolist()):
                 if not end <= offset <= room:
                     raise InvalidValueError(
-                        f"{NAME}(): offs[{group}] is {offset}. The row after a group is none before that of the last "
-                        f"one, {end}, and there are {room} rows."
+                        f"{NAME}(): offs[{group}] is {offset}. Give the row after each group: {end} at least, where "
+                        f"the group before it ends, and {room} at most, the number of rows."
                     )
                 rooms[group], end = offset - end, offset
         for group, count in enumerate([] if self.counts is None else self.counts.tolist()):
