@@ -85,13 +85,12 @@ class IrisEP(EPImplementation):
             if not needs_gradient(x, weights, up, down):
                 return experts_mlp(x, ids, weights, up, down, experts)
         rows, _, offsets = functional.dispatch(x, ids, experts)
-        ends = offsets[1:].contiguous()
         if usual and has_grouped_products(x.dtype):
-            y = products(rows, ends, up, down)
+            y = products(rows, offsets[1:].contiguous(), up, down)
         else:
             # transformers' experts leave out rows of the expert after the last one.
             number = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-            # Not in `ends`: of a slice, Inductor searches the whole tensor, before torch 2.13 (pytorch/pytorch#182343).
+            # Not in offsets[1:]: of a slice Inductor searches the whole, before torch 2.13 (pytorch/pytorch#182343).
             expert = torch.searchsorted(offsets, number, right=True) - 1
             y = self.experts_forward(rows, expert[:, None], torch.ones_like(expert, dtype=x.dtype)[:, None]).to(x.dtype)
         return functional.combine(y, ids, weights, experts)
