@@ -5,11 +5,18 @@ could not be resident together, both ranks would wait for ever. So every launch 
 stream. What a program takes of a multiprocessor is mostly registers (CUDA C++ Programming Guide, "Compute
 Capabilities": 65536 a multiprocessor), so the room is counted in registers:
 
-* A kernel that takes at most a third of them lets the next launch of its stream begin early (programmatic dependent
-  launch). That one takes at most a third as well, or it does not begin early. Together they leave a third.
-* Any other kernel takes at most half, and begins when the one before it has ended.
+* A kernel that takes at most 5/16 of them lets the next launch of its stream begin early (programmatic dependent
+  launch): while it waits itself.
+* Any other kernel takes at most half. It may let the next launch begin when none of its programs waits for a peer any
+  more (`gdc_launch_dependents_after_waits`): what is left of it ends by itself.
+* A launch begins early itself if it takes at most 3/8. So what a stream holds while it waits for peers is half, or of a
+  kernel of the first kind and the launch after it 5/16 + 3/8 = 11/16.
 * A kernel with queues (`iris.ccl.queue`) takes up to three quarters, and may begin early: it runs on fewer
   multiprocessors than there are, and leaves the others free.
+
+Say that each of two ranks runs a launch that waits for the other rank, and that they are of two streams. If one of them
+takes at most 5/16, it finds room on the other rank, where the other stream holds at most 11/16. If both take more, the
+other stream holds half at most on either rank, and there is room for both.
 """
 
 from typing import Any
@@ -24,6 +31,8 @@ from iris.language.target import on_nvidia, threads_per_warp
 from iris.runtime.launch import addresses, prepare, registers
 
 ALL_REGISTERS = 65536
+# Of a launch at most that lets the next one begin while it waits, and of one that begins early.
+SMALL_LAUNCH, EARLY_LAUNCH = ALL_REGISTERS * 5 // 16, ALL_REGISTERS * 3 // 8
 # Through queues programs take most of a multiprocessor each, but there are fewer of them than multiprocessors
 # (`Communicator.programs`). The rest is for the small launches of other streams. Registers belong to four partitions,
 # and a warp to one of them: 16 warps leave 4096 of the 16384 in each, for a warp of 128 a thread, which is what
@@ -104,14 +113,14 @@ def leaving_room(threads: int) -> dict[str, int]:
 def _share(
     comm: Communicator, kernel: Any, programs: int, num_warps: int, args: tuple, compiling: dict[str, Any]
 ) -> tuple[bool, dict[str, int]]:
-    """Whether ``kernel(*args, EARLY)`` may let the next one begin, as it holds a third of the registers at most.
+    """Whether ``kernel(*args, EARLY)`` may let the next one begin while it waits, as it holds 5/16 of the registers.
 
     Otherwise also the options that limit it to half of them.
     """
     if simulator.ACTIVE or not on_nvidia():
         return True, {}
     threads = -(-programs // comm.num_sms) * num_warps * threads_per_warp()
-    for early, limit in ((True, ALL_REGISTERS // 3), (False, ALL_REGISTERS // 2)):
+    for early, limit in ((True, SMALL_LAUNCH), (False, ALL_REGISTERS // 2)):
         held = registers(kernel, (programs, 1, 1), *args, early, early=early, num_warps=num_warps, **compiling)
         # A warp gets them for its threads by eights.
         if threads * (-(-held // 8) * 8) <= limit:

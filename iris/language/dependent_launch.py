@@ -2,6 +2,7 @@
 
 import triton.language as tl
 
+from iris.language.fences import cta_sync
 from iris.language.jit import jit
 from iris.language.target import launches_early
 
@@ -27,7 +28,8 @@ def gdc_wait():
 def gdc_launch_dependents():
     """Let the next launch on the stream begin, if it may begin early, once all programs have come here.
 
-    For small kernels, after `gdc_wait`, so that at most one kernel of a stream is resident before its turn.
+    After `gdc_wait`, so that at most one kernel of a stream is resident before its turn. For small kernels, beside
+    which there is room for it while they wait for peers (`iris.ccl.kernel_launch`).
     """
     if launches_early():
         tl.inline_asm_elementwise(
@@ -38,3 +40,14 @@ def gdc_launch_dependents():
             is_pure=False,
             pack=1,
         )
+
+
+@jit
+def gdc_launch_dependents_after_waits():
+    """The same in larger kernels, where no thread of the program waits for peers any more.
+
+    All threads of a program meet first, since the first of them to issue the instruction speaks for its program.
+    """
+    if launches_early():
+        cta_sync()
+        gdc_launch_dependents()

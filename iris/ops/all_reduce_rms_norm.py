@@ -26,7 +26,7 @@ from iris.ccl.lamport_channel import SLOTS
 from iris.ccl.one_shot import peers, push, recv_and_reduce, region
 from iris.language.cluster import cluster_all_reduce, enter, open_meeting
 from iris.language.context import DeviceContext
-from iris.language.dependent_launch import gdc_launch_dependents, gdc_wait
+from iris.language.dependent_launch import gdc_launch_dependents, gdc_launch_dependents_after_waits, gdc_wait
 from iris.language.lamport import decode, elements_per_word, lamport_clear, lamport_recv, lamport_send
 from iris.language.ll import ll_recv, ll_send
 from iris.language.ordering import store_after_sync
@@ -172,6 +172,8 @@ def one_shot_rms_norm(
         event = ctx.tracing.begin_wait_for_data(parts, rank)
         total = recv_and_reduce(ctx, parts, own, H - piece * PIECE, W=W, PART=PIECE, OP="sum")
         ctx.tracing.record_event_end(event)
+        if not DIVISION.EARLY and unit + tl.num_programs(0) >= rows * PIECES:
+            gdc_launch_dependents_after_waits()
         x = tl.where(inside, widen(total), 0) + widen(added)
         keep_residual(tensors, at, inside, x)
         scaled = x * widen(gain)

@@ -190,7 +190,7 @@ class RowDivision(NamedTuple):
     CLUSTERED: bool
     """Whether the programs of a row are a cluster."""
     EARLY: bool
-    """Whether there is room for the next launch beside this one."""
+    """Whether there is room for the next launch beside this one while it waits."""
 
 
 def matrix(tensor: torch.Tensor) -> Matrix:

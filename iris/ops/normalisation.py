@@ -22,7 +22,17 @@ from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_r
 from iris.ops.call import NARROW, WIDE, check_devices, described
 from iris.ops.kernel_arguments import NormTensors, RowDivision, by_name
 from iris.ops.norm_memory import NormLayout
-from iris.ops.row_division import BY_OWNER, EARLY_WARPS, MOST_WARPS, REGISTERS, STEPS, WARPS, divide, in_registers
+from iris.ops.row_division import (
+    BY_OWNER,
+    EARLY_REGISTERS,
+    MOST_WARPS,
+    REGISTERS,
+    SMALL_WARPS,
+    STEPS,
+    WARPS,
+    divide,
+    in_registers,
+)
 from iris.ops.sharded_rms_norm import sharded_rms_norm
 from iris.runtime.launch import addresses, prepare, remember
 
@@ -290,9 +300,9 @@ class AllReduceRmsNorm:
         if layout.slot_bytes > memory.limit // SHARE_OF_WORKSPACE:
             return None
         programs = min(units, SIMULATED_PROGRAMS if sms is None else WARPS * sms // warps)
-        early = sms is not None and programs * warps <= EARLY_WARPS * sms
+        small = sms is not None and programs * warps <= SMALL_WARPS * sms
         lanes = max(pieces, power_of_two(warps * threads_per_warp()))
-        shape = RowDivision(call.columns, pieces, piece, part, block, lanes, clustered, early)
+        shape = RowDivision(call.columns, pieces, piece, part, block, lanes, clustered, small)
         wanted = [name for name, tensor in call._asdict().items() if tensor is not None]
         # By what is wanted too: of what programs tell each other, each call writes the words that it reads.
         name = (
@@ -306,7 +316,9 @@ class AllReduceRmsNorm:
         kernel = KERNELS[variant]
         norm_channel = layout.channel(memory.channel(name, line, layout.nbytes, layout.epochs))
         constants = {"room": room, "W": comm.size, "DIVISION": shape, "LARGEST": call.largest()}
-        options = {"maxnreg": REGISTERS} if on_nvidia() else {}
+        # The parts of more ranks, and of two shots, have no room in fewer registers.
+        reduced = not small and variant == "one_shot" and comm.size == 2
+        options = {"maxnreg": EARLY_REGISTERS if reduced else REGISTERS} if on_nvidia() else {}
 
         def arguments(given: NormCall, tensors: object, place: object, eps: float, apart: int | None) -> tuple:
             rows = {"rows": given.rows, "apart": apart or given.rows} if variant == BY_OWNER else {"rows": given.rows}
@@ -317,7 +329,7 @@ class AllReduceRmsNorm:
             (programs, 1, 1),
             *arguments(call, call.tensors(call.input), norm_channel, 0.5, None),
             cluster=pieces if clustered else 1,
-            early=early,
+            early=small or reduced,
             num_warps=warps,
             **options,
         )

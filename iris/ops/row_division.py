@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
+from iris.ccl.kernel_launch import EARLY_LAUNCH, SMALL_LAUNCH
 from iris.language.target import threads_per_warp
 
 # The variants of all_reduce that have a kernel of their own here, and the steps of each.
@@ -14,10 +15,11 @@ BY_OWNER = "owners"
 # Elements of a row that a program has at least, in one shot, and twice as many in two; and of them that a rank adds up.
 SMALLEST_PIECE, SMALLEST_PART = 256, 128
 MOST_WARPS = 8
-# Registers of a thread, on NVIDIA: a multiprocessor of these has room for 16 warps (CUDA C++ Programming Guide,
-# "Compute Capabilities": 65536 registers). A launch has half of the warps; or a third, if the next launch of its stream
-# may take places before its turn: see `iris.ccl.kernel_launch.ALL_REGISTERS`.
-REGISTERS, WARPS, EARLY_WARPS = 128, 8, 5
+# Registers of a thread at most, on NVIDIA, and warps on a multiprocessor, which take half of all registers then. So few
+# as `SMALL_WARPS` may let the next launch of their stream begin while they wait. So many as `WARPS` may begin early if
+# a thread has `EARLY_REGISTERS` (`iris.ccl.kernel_launch`).
+REGISTERS, WARPS = 128, 8
+SMALL_WARPS, EARLY_REGISTERS = SMALL_LAUNCH // (32 * REGISTERS), EARLY_LAUNCH // (32 * WARPS)
 # Bytes that a thread holds at most, of a program in a cluster or of `BY_OWNER`: of the pieces of all ranks, but in two
 # shots; and of one piece and what is computed from it, which is four times as much. A program in a cluster has no more
 # warps than that asks for, since on AMD they have to agree in every round of polling; and two at most: programs of a

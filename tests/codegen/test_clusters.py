@@ -19,11 +19,11 @@ def arguments(kernel, pieces, **more):
     return arguments_of(kernel, PIECES=pieces, **CLUSTER, **more)
 
 
-def of_bf16(pieces):
+def of_bf16(pieces, **more):
     """Of rows of bf16 in one shot: the kernel and its arguments."""
     tensors = {name: torch.zeros(64, dtype=torch.bfloat16) for name in ("input", "residual", "weight", "out")}
     slots = torch.zeros(64, dtype=torch.int16)
-    return one_shot_rms_norm, arguments(one_shot_rms_norm, pieces, slots=slots, BY_ROW=False, **tensors)
+    return one_shot_rms_norm, arguments(one_shot_rms_norm, pieces, slots=slots, BY_ROW=False, **tensors, **more)
 
 
 def of_fp8(size, begin=0):
@@ -81,6 +81,17 @@ def test_what_can_be_done_while_data_are_on_their_way_is():
     # To three peers, of which each thread has 8 elements; then their slots, and the epoch.
     sent, cleared = stores[:3], [number for number in stores[3:] if number < looks]
     assert sent[-1] < entered < looks and len(cleared) == 4
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_the_next_launch_is_let_in_at_once_or_when_all_threads_have_their_data(small):
+    kernel, arguments = of_bf16(4, EARLY=small)
+    code = compile_for("sm_90", kernel, *arguments, num_warps=2).text
+    lets_in, last_look = code.index("griddepcontrol.launch_dependents"), code.rindex("bra POLL")
+    assert code.count("griddepcontrol.launch_dependents") == 1 and (lets_in < last_look) == small
+    if not small:
+        since_barrier = code[code.rindex("bar.sync", last_look, lets_in) : lets_in]
+        assert ":" not in since_barrier and "bra" not in since_barrier, "a thread may come here alone"
 
 
 @pytest.mark.parametrize("kernel", [one_shot_rms_norm, thorough(two_shot_rms_norm)])

@@ -28,7 +28,7 @@ from iris.ccl.atomic import atomic
 from iris.ccl.broadcast import broadcast
 from iris.ccl.exchange import exchange
 from iris.ccl.exchange_v import exchange_v
-from iris.ccl.kernel_launch import ALL_REGISTERS, MOST_REGISTERS, leaving_room
+from iris.ccl.kernel_launch import ALL_REGISTERS, MOST_REGISTERS, SMALL_LAUNCH, leaving_room
 from iris.ccl.lamport_channel import BLOCK_BYTES, MOST_WARPS, WARP_BYTES
 from iris.ccl.one_hop import one_hop
 from iris.ccl.one_shot import one_shot
@@ -312,12 +312,12 @@ def test_pushes_leave_room_for_those_of_another_stream(kernel, size):
 @pytest.mark.parametrize("size", [2, thorough(4)])
 @pytest.mark.parametrize("kernel", by_turns([*PUSHES.values()]))
 def test_small_pushes_leave_room_for_the_next_one_too(kernel, size):
-    assert 2 * registers_of_a_warp(kernel, pushing(kernel, size, WARP_BYTES, True), 1) <= ALL_REGISTERS // 3
+    assert 2 * registers_of_a_warp(kernel, pushing(kernel, size, WARP_BYTES, True), 1) <= SMALL_LAUNCH
 
 
 @pytest.mark.parametrize("kernel", by_turns([one_hop, one_hop.gluon]))
 def test_one_hop_leaves_room_for_the_next_one_too(kernel):
-    assert 4 * registers_of_a_warp(kernel, arguments_of(kernel), 4) <= ALL_REGISTERS // 3
+    assert 4 * registers_of_a_warp(kernel, arguments_of(kernel), 4) <= SMALL_LAUNCH
 
 
 @pytest.mark.parametrize("early", [True, False])

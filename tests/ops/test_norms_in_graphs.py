@@ -95,7 +95,7 @@ def replay(ctx, shape, out_dtype, layout):
 
 @pytest.mark.parametrize("out_dtype", [BF16, E4M3], ids=["bf16", "fp8 by row"])
 @pytest.mark.parametrize("layout", normalisation.LAYOUTS)
-@pytest.mark.parametrize("rows, columns", [(1, 4096), (6, 1153), (130, 2048)])
+@pytest.mark.parametrize("rows, columns", [(1, 4096), (6, 1153), (130, 2048), (128, 7168)])
 def test_replays(ranks, rows, columns, layout, out_dtype):
     ranks.run(replay, (rows * ranks.num_ranks, columns), out_dtype, layout)
 

@@ -140,7 +140,10 @@ def test_so_do_programs_of_a_cluster_that_are_small(ranks, cluster, shared):
 
 
 def crossing(ctx, collective, rows, columns):
-    """Every second rank has begun the norm when it comes to the collective, and the others the other way round."""
+    """Every second rank has begun the norms when it comes to the collective, and the others the other way round.
+
+    The first norm, of one row, lets the second one take its places while it waits.
+    """
     rank, size, n = ctx.cur_rank, ctx.num_ranks, 32 << 20
     gathers = collective == "all_gather"
     mine = torch.empty(n, dtype=torch.bfloat16, device=ctx.device)
@@ -155,7 +158,8 @@ def crossing(ctx, collective, rows, columns):
 
     def norm():
         with torch.cuda.stream(streams[1]):
-            ctx.ops.all_reduce_rms_norm(out, x, weight, 0.0)
+            for few in (1, rows):
+                ctx.ops.all_reduce_rms_norm(out[:few], x[:few], weight, 0.0)
 
     move(), norm()
     for round in range(6):
@@ -176,6 +180,6 @@ def crossing(ctx, collective, rows, columns):
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])
-@pytest.mark.parametrize("rows, columns", [(1, 4096), (16, 8192)])
+@pytest.mark.parametrize("rows, columns", [(1, 4096), (16, 8192), (128, 7168)])
 def test_neither_waits_for_what_another_rank_has_begun(ranks, collective, rows, columns):
     ranks.run(crossing, collective, rows, columns)
