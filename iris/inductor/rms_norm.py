@@ -34,7 +34,7 @@ from iris.inductor.nodes import (
 from iris.inductor.operators import all_reduce_add_rms_norm, all_reduce_add_rms_norm_by_row
 from iris.inductor.report import Fusion, FusionReport, where
 from iris.ops.call import WIDE
-from iris.ops.normalisation import MOST_COLUMNS
+from iris.ops.norm_call import MOST_COLUMNS
 
 PATTERN, WITH_RESIDUAL = "all_reduce + RMSNorm", "all_reduce + residual + RMSNorm"
 

@@ -14,7 +14,8 @@ from iris.ops.buffers import Buffers
 from iris.ops.call import GATHERS_COLUMNS, GATHERS_ROWS, Call
 from iris.ops.config import FusedConfig
 from iris.ops.experts_mlp import ExpertsMlp, MlpCall
-from iris.ops.normalisation import LAYOUTS, AllReduceRmsNorm, NormCall
+from iris.ops.norm_call import LAYOUTS, NormCall
+from iris.ops.normalisation import AllReduceRmsNorm
 from iris.ops.products import Products
 
 

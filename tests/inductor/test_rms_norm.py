@@ -11,7 +11,7 @@ from inductor.megatron import Sum
 from inductor.searched import FusionReport, compiled, expect
 from iris.compat.inductor import c10d
 from iris.inductor import nodes, rms_norm
-from iris.ops.normalisation import MOST_COLUMNS
+from iris.ops.norm_call import MOST_COLUMNS
 
 ROWS, H, EPS = (2, 3), 32, 1e-5
 

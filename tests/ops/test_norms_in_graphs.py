@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import iris
-from iris.ops import normalisation
+from iris.ops import norm_call, normalisation
 from ops.norms import BF16, E4M3, EPS, by, tolerance
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there are no CUDA graphs without a GPU")
@@ -94,7 +94,7 @@ def replay(ctx, shape, out_dtype, layout):
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, E4M3], ids=["bf16", "fp8 by row"])
-@pytest.mark.parametrize("layout", normalisation.LAYOUTS)
+@pytest.mark.parametrize("layout", norm_call.LAYOUTS)
 @pytest.mark.parametrize("rows, columns", [(1, 4096), (6, 1153), (130, 2048), (128, 7168)])
 def test_replays(ranks, rows, columns, layout, out_dtype):
     ranks.run(replay, (rows * ranks.num_ranks, columns), out_dtype, layout)
@@ -120,6 +120,6 @@ def replay_some_at_a_time(ctx, shape, out_dtype, layout):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("out_dtype", [BF16, E4M3], ids=["bf16", "fp8 by row"])
-@pytest.mark.parametrize("layout", normalisation.LAYOUTS)
+@pytest.mark.parametrize("layout", norm_call.LAYOUTS)
 def test_replays_of_many_rows(ranks, layout, out_dtype):
     ranks.run(replay_some_at_a_time, (2400, 8192), out_dtype, layout)
