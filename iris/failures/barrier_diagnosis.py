@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from iris.world import names
+from iris.errors import names
 
 
 def explain(

@@ -20,13 +20,13 @@ from iris.errors import (
     MismatchedCollectiveError,
     NotSymmetricError,
     RemoteRankError,
+    names,
 )
 from iris.failures.barrier_diagnosis import explain
 from iris.heap.history import debugging
 from iris.heap.mapping import locate, lost_at
 from iris.heap.symmetric import SymmetricHeap
 from iris.wait_limit import NANOSECONDS, VARIABLE
-from iris.world import names
 
 # Words of the record. Of a barrier, SEEN is a bit for each rank from FIRST on that has arrived, of RANKS ranks; of
 # data, a bit for each rank whose data are missing. PROGRAMS: of the launch. Of a foreign lock, WANTED is its rank.
