@@ -35,9 +35,9 @@ class GlooRail(Rail):
         super().__init__(group, hosts, engine, "Gloo", route)
         # `late_rails` delays transfers, but no comparisons: a rank would wait in one for another to begin a transfer.
         # Gloo matches the calls of one engine by their order, so comparisons have an engine of their own then.
-        self._courier, self._comparing = None, self._engine
+        self._delays, self._comparing = None, self._engine
         if late_rails.chance is not None:
-            self._courier = late_rails.Courier(late_rails.chance)
+            self._delays = late_rails.DelayQueue(late_rails.chance)
             apart = dist.PrefixStore("comparisons", store)
             self._comparing = dist.ProcessGroupGloo(apart, route.place, len(route.ranks), limit)
 
@@ -58,8 +58,8 @@ class GlooRail(Rail):
         return (dist.ReduceOp.SUM, len(self._ranks)) if op == "AVG" else super()._reduce_op(op)
 
     def close(self) -> None:
-        if self._courier is not None:
-            self._courier.close()
+        if self._delays is not None:
+            self._delays.close()
         del self._engine, self._comparing
 
     def _begin(self, start: Callable[[], Any], nbytes: int, what: str) -> Callable[[], None]:
@@ -67,10 +67,10 @@ class GlooRail(Rail):
             self._check_alike(nbytes, what)
             if not nbytes:
                 work = None
-            elif self._courier is None:
+            elif self._delays is None:
                 work = self._started(start, what)
             else:
-                work = self._courier.carry(lambda: self._started(start, what))
+                work = self._delays.submit(lambda: self._started(start, what))
 
         def wait() -> None:
             with self._in_step(what):

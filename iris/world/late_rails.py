@@ -20,8 +20,8 @@ chance: random.Random | None = None
 SHARE, LONGEST_S = 0.5, 5e-3
 
 
-class Delivery:
-    """A transfer that a `Courier` begins, with the methods of torch's ``Work`` that rails use."""
+class DelayedTransfer:
+    """A transfer that a `DelayQueue` begins, with the methods of torch's ``Work`` that rails use."""
 
     def __init__(self, start: Callable[[], Any], delay_s: float) -> None:
         self._start, self._delay_s = start, delay_s
@@ -48,24 +48,24 @@ class Delivery:
         self._work.wait()
 
 
-class Courier:
+class DelayQueue:
     """Begins the transfers of one rail late, in their order, in a thread of its own."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = random.Random(chance.random())
-        self._asked: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[DelayedTransfer | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="iris-late-rail", daemon=True).start()
 
-    def carry(self, start: Callable[[], Any]) -> Delivery:
+    def submit(self, start: Callable[[], Any]) -> DelayedTransfer:
         """Have ``start``, which returns torch's work, begin a transfer, now or a little later."""
         late = self._chance.random() < SHARE
-        delivery = Delivery(start, self._chance.uniform(0, LONGEST_S) if late else 0)
-        self._asked.put(delivery)
-        return delivery
+        transfer = DelayedTransfer(start, self._chance.uniform(0, LONGEST_S) if late else 0)
+        self._asked.put(transfer)
+        return transfer
 
     def close(self) -> None:
         self._asked.put(None)
 
     def _run(self) -> None:
-        while (delivery := self._asked.get()) is not None:
-            delivery.begin()
+        while (transfer := self._asked.get()) is not None:
+            transfer.begin()
