@@ -102,8 +102,8 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
     placements = [Placement(*placement) for placement in group.agree(bind_to_device, "find out where it runs")]
     device = choose_device()
     hosts = divide(group, placements)
-    check_own_gpus(placements)
-    group.agree(lambda: check_peer_access(placements, group.rank, device), "reach the GPUs of its peers")
+    check_own_gpus(placements, group.ranks)
+    group.agree(lambda: check_peer_access(placements, group.ranks, group.rank, device), "reach the GPUs of its peers")
     if len(hosts) == 1:
         return World(group, device, hosts, None)
     watch_other_hosts(group, hosts)

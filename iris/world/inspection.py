@@ -1,4 +1,4 @@
-"""``python -m iris inspect``: what a process that may hang is doing, and what its memory holds.
+"""``python -m iris info --pid``: what a process that may hang is doing, and what its memory holds.
 
 A process with a heap listens on an abstract Unix socket that is named after its user and its PID (`listen`). A thread
 blocks in accept(2) there, which costs nothing, and answers while other threads wait for a GPU or for peers. The answer

@@ -78,12 +78,15 @@ def find_host() -> tuple[str, str]:
     return (given, given) if given else (host_id(), socket.gethostname())
 
 
-def check_own_gpus(placements: Sequence[Placement]) -> None:
-    """Raise `SharedDeviceError` if two ranks use one GPU and torch does not allow it."""
+def check_own_gpus(placements: Sequence[Placement], ranks: Sequence[int]) -> None:
+    """Raise `SharedDeviceError` if two ranks use one GPU and torch does not allow it.
+
+    ``ranks``: the global rank of each placement.
+    """
     if os.environ.get(OVERLAP_VARIABLE) == "1":
         return
     first: dict[str, int] = {}
-    for rank, placement in enumerate(placements):
+    for rank, placement in zip(ranks, placements, strict=True):
         if placement.gpu is not None and first.setdefault(placement.gpu, rank) != rank:
             raise SharedDeviceError(
                 f"Ranks {first[placement.gpu]} and {rank} use the same GPU ({placement.gpu_name}, {placement.gpu}). "
@@ -104,20 +107,22 @@ def gpus_out_of_reach(device: torch.device) -> list[str]:
     ]
 
 
-def check_peer_access(placements: Sequence[Placement], rank: int, device: torch.device) -> None:
-    """Raise `NoPeerAccessError` if ``device``, of ``rank``, cannot access the GPU of a peer on its host.
+def check_peer_access(placements: Sequence[Placement], ranks: Sequence[int], rank: int, device: torch.device) -> None:
+    """Raise `NoPeerAccessError` if ``device`` of this rank cannot access the GPU of a peer on its host.
+
+    ``ranks``: the global rank of each placement. ``rank``: the index of this rank's.
 
     GPUs that this process does not see (CUDA_VISIBLE_DEVICES) are not checked.
     """
     out_of_reach = gpus_out_of_reach(device)
     unreachable = [
         peer
-        for peer, placement in enumerate(placements)
+        for peer, placement in zip(ranks, placements, strict=True)
         if placement.host == placements[rank].host and placement.gpu in out_of_reach
     ]
     if unreachable:
         raise NoPeerAccessError(
-            f"{device} ({placements[rank].gpu_name}) of rank {rank} cannot access the memory of the GPU of "
+            f"{device} ({placements[rank].gpu_name}) of rank {ranks[rank]} cannot access the memory of the GPU of "
             f"{names(unreachable)}. `nvidia-smi topo -m` or `rocm-smi --showtopo` shows the links; "
             "choose GPUs that are connected, or run in the simulator with IRIS_SIMULATOR=1."
         )
