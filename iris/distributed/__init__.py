@@ -238,6 +238,7 @@ class ProcessGroup(ProcessGroupBase):
         raise InvalidCollectiveError("The Iris backend receives from a rank that it knows: give recv() a src.")
 
     def _send_or_recv(self, call: str, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
+        """Enqueue ``call``, "send" or "recv", on the stream for this peer and direction."""
         device = tensors[0].device
         if device.type != self.device_type:
             return getattr(self._cpu_group(device), call)(tensors, peer, tag)

@@ -105,6 +105,7 @@ def known_reasons() -> dict[str, str] | None:
 
 
 def _why(group: dist.ProcessGroup) -> str | None:
+    """`why_no_context` of a group of which all places are known."""
     if _is_fake(group) or _is_fake(dist.group.WORLD):
         return "there are no other ranks, as the backend is fake"
     places = [_places[default_store()][rank] for rank in dist.get_process_group_ranks(group)]

@@ -24,7 +24,7 @@ NAME = "iris"
 
 
 class ProcessGroupBase(dist.ProcessGroup):
-    """A group without collectives and messages, which `iris.distributed.ProcessGroup` adds.
+    """A group without collectives, send and recv, which `iris.distributed.ProcessGroup` adds.
 
     It replaces torch's whole group and is no backend in one, as up to torch 2.13 no backend can be written in Python.
     """

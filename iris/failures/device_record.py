@@ -32,31 +32,41 @@ from iris.heap.mapping import locate, lost_at
 from iris.heap.symmetric import SymmetricHeap
 from iris.wait_limit import NANOSECONDS, VARIABLE
 
-# Words of the record, int64. CLAIMED: below. CLOCK: the latest time that a waiting program has read
-# (`iris.language.failures.nanoseconds`). PROGRAM: which one of the launch's PROGRAMS reports. FLAG: the address. WANTED
-# and SEEN: the value waited for, and the value found. KIND: an index into `KINDS`. FIRST and RANKS: the first rank that
-# the flags belong to, and the number of ranks. By kind: in a barrier SEEN has a bit for each rank from FIRST on that
-# has arrived; of data, a bit for each rank whose data are missing. Of a foreign lock WANTED is the rank of the lock.
+# The words of a record, int64.
+#
+#   CLAIMED          NOTED or GAVE_UP once a kernel has written the record, else 0
+#   CLOCK            the latest time that a waiting program has read (`iris.language.failures.nanoseconds`)
+#   PROGRAM          which of the launch's PROGRAMS has written it
+#   FLAG             the address of the flag, pointer or lock
+#   WANTED, SEEN     the value waited for, and the value found; otherwise by kind:
+#                    barrier: SEEN has a bit for each rank from FIRST on that has arrived
+#                    data: SEEN has a bit for each rank whose data are missing
+#                    foreign: WANTED is the rank of the lock; remote: WANTED is the rank of another host
+#   KIND             an index into KINDS
+#   FIRST, RANKS     the first rank that the flags belong to, and the number of ranks
 CLAIMED, CLOCK, PROGRAM, FLAG, WANTED, SEEN, KIND, FIRST, RANKS, PROGRAMS = range(10)
 WORDS = 10
-# What CLAIMED holds, 0 at first. When it is GAVE_UP, all other waits with this record give up at once. When it is NOTED
-# they wait on, as what they wait for will come.
-NOTED, GAVE_UP = 1, 2
-# The words after these WORDS stay when an error has been raised. In a group's record (`iris.runtime.abort`) SECTION is
-# the address in host memory to which a kernel copies the record, STATE the address of the abort flag, and MEMBER the
-# value that it stores there. They are 0 in the record of users' kernels.
-SECTION, STATE, MEMBER = 10, 11, 12
-# An operation without a mask that addresses a rank of another host goes to this word instead. Nobody reads it.
-NOWHERE = 13
-# TRACE: the address of the buffer in which traced kernels write their events. At first it is that of word NO_TRACE,
-# where the header of a buffer without room begins. SIZE: the words of a record in all.
+# The words after these stay when an error has been raised.
+#
+#   SECTION          of a group's record: the address in host memory to which a kernel copies the record
+#   STATE            of a group's record: the address of the abort flag (`iris.runtime.abort`)
+#   MEMBER           of a group's record: the value that a kernel stores to the abort flag
+#   NOWHERE          operations without a mask on a rank of another host go here instead; nobody reads it
+#   TRACE            the address of the buffer in which traced kernels write their events; at first that of NO_TRACE
+#   NO_TRACE         the header of a buffer without room begins here
+#
+# The first three are 0 in the record of users' kernels. SIZE is the number of words in all.
+SECTION, STATE, MEMBER, NOWHERE = 10, 11, 12, 13
 TRACE, NO_TRACE, SIZE = 15, 16, 19
+# When CLAIMED is GAVE_UP, all other waits with this record give up at once. When it is NOTED they wait on, as what they
+# wait for will come.
+NOTED, GAVE_UP = 1, 2
 # A barrier's flags are handled by so many lanes at a time, so the bits of SEEN are of so many ranks.
 BARRIER_LANES = 32
 
 # What the record is about: a wait for a flag, by its comparison; a barrier; a pointer outside the heap; data that are
 # their own flag; the queues of a collective; a lock that is held; a lock of tiles with a foreign value ("foreign");
-# messages of unequal size; a call that the root of a collective has refused; a rank of another host (WANTED, "remote").
+# messages of unequal size; a call that the root of a collective has refused; a rank of another host ("remote").
 KINDS = (
     *("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue", "lock", "reached"),
     *("foreign", "size", "refused", "remote"),

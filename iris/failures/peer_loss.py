@@ -53,6 +53,7 @@ def _steps(peer: Peer) -> list[str]:
 
 
 def _end_after_grace(peer: Peer) -> None:
+    """The thread: print what has happened, wait, and end the process if it still depends on the peer."""
     if peer.status != 0:
         say(f"{_report()} {_outlook()}")
         time.sleep(GRACE_S)

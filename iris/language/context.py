@@ -51,7 +51,7 @@ def _digest() -> str:
 
 @aggregate
 class DeviceContext:
-    """By this a kernel accesses its peers: it has the rank, the number of ranks, and where each rank's heap begins.
+    """What a kernel accesses its peers with: its rank, the number of ranks, and where each rank's heap begins.
 
     Made inside the kernel by `initialize`. For Gluon's kernels it is called ``iris.gluon.IrisDeviceCtx``.
 

@@ -17,21 +17,34 @@ from iris.language.ordering import atomic
 
 TRACE = tl.constexpr(device_record.TRACE)
 
-# The header. ASKED: how many rows were asked for; ROOM: how many there are; CONTEXTS: how many contexts were
-# initialised. LAST_LOOKS, if there are rows: a word for each context (without one, for each program). It holds the row
-# of the last look, plus 1, if later looks may extend that row, else 0. Partitions of a program share the word and run
-# concurrently. So a look first takes the row out of the word, and any other event clears the word: only one partition
-# has a row.
+# The words of the header, int64.
+#
+#   ASKED        how many rows were asked for
+#   ROOM         how many rows there are
+#   CONTEXTS     how many contexts were initialised
+#   LAST_LOOKS   from here on, if there are rows: a word for each context, or for each program without one. It holds the
+#                row of the last look, plus 1, if later looks may extend that row, else 0.
+#
+# Partitions of a program share that last word and run concurrently. So a look first takes the row out of the word, and
+# any other event clears the word: only one partition has a row.
 ASKED, ROOM, CONTEXTS, LAST_LOOKS = map(tl.constexpr, (0, 1, 2, 16))
 
 NUM_LAST_LOOKS = tl.constexpr(4096)
 
 HEADER = tl.constexpr(LAST_LOOKS.value + NUM_LAST_LOOKS.value)
 
-# The words of a row. NAME and FORM: indices into `NAMES` and `FORMS`. PROGRAM: its number, and in the upper 32 bits
-# that of the context, which tells launches apart; 0 without a context. TARGET: the rank that is accessed. ADDRESS: in
-# the caller's heap; for a block of pointers, where the heap begins. VALUE: what a flag is set to, or what is awaited.
-# SEEN: what the operation found in the flag. AFTER: what it left there. LOOKS: how many looks share the row.
+# The words of a row, int64.
+#
+#   BEGAN, ENDED     nanoseconds of the GPU's clock
+#   NAME, FORM       indices into NAMES and FORMS
+#   PROGRAM          the program's number; in the upper 32 bits that of the context, which tells launches apart, or 0
+#   TARGET           the rank that is accessed
+#   ADDRESS          in the caller's heap; for a block of pointers, where the heap begins
+#   BYTES            what is moved
+#   VALUE            what a flag is set to, or what is awaited
+#   SEEN, AFTER      what the operation found in the flag, and what it left there
+#   PID_M, PID_N     two numbers that the kernel gives the event, or the program's ids
+#   LOOKS            how many looks share the row
 BEGAN, ENDED, NAME, FORM, PROGRAM, TARGET, ADDRESS = map(tl.constexpr, range(7))
 BYTES, VALUE, SEEN, AFTER, PID_M, PID_N, LOOKS = map(tl.constexpr, range(7, 14))
 

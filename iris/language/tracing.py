@@ -202,6 +202,7 @@ class Tracing:
         asked=None,
         look=None,
     ):
+        """Begin an event of the library's own, with the program's ids for ``pid_m`` and ``pid_n``."""
         number: tl.constexpr = number_of(name)
         m, n = tl.program_id(0), tl.program_id(1)
         return begin(

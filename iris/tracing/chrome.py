@@ -72,6 +72,7 @@ def _hosts(timeline: Timeline) -> list[dict]:
 
 
 def _records(timeline: Timeline) -> Iterator[dict]:
+    """All records of the file: names of processes and threads, then events, then flows."""
     threads = []
     for rank, device in sorted(timeline.devices.items()):
         host = f" on {timeline.hosts[rank].name}" if rank in timeline.hosts else ""
@@ -139,6 +140,7 @@ def _of_transfer(transfer: Transfer) -> dict:
 
 
 def _slice(event: Event, thread: int) -> dict:
+    """The record of an event."""
     arguments: dict = {"pid_m": event.pid_m, "pid_n": event.pid_n}
     if event.transfer is not None:
         arguments = _of_transfer(event.transfer)

@@ -60,10 +60,12 @@ def clock_paths(recordings: Sequence[Recording]) -> list[ClockPath]:
             return rank
         return hosts.get(rank, rank) if recording.host.compared else recording.host.key
 
+    # The edges: each recording has one, from the clock of its rank to that of its context's first rank.
     own = [_steps(recording) for recording in recordings]
     begins = [clock(recording.rank, recording) for recording in recordings]
     ends = [clock(recording.ranks[0], recording) for recording in recordings]
     first = reference(recordings)
+    # The steps from each clock that a path has been found for, beginning with the first rank's own.
     known: dict[Hashable, tuple] = {
         end: () for end, recording in zip(ends, recordings, strict=True) if recording.ranks[0] == first
     }
@@ -78,6 +80,8 @@ def clock_paths(recordings: Sequence[Recording]) -> list[ClockPath]:
                 reached.append(begin)
     found = []
     for begin, end, steps in zip(begins, ends, own, strict=True):
+        # By the recording's own edge first, or by those of other recordings of the same rank: the shorter path is
+        # taken.
         through = [steps + known[end]] if end in known else []
         through += [known[begin]] if begin in known else []
         found.append(ClockPath(min(through, key=len)) if through else ClockPath(steps, apart=end))
@@ -85,6 +89,7 @@ def clock_paths(recordings: Sequence[Recording]) -> list[ClockPath]:
 
 
 def _steps(recording: Recording) -> tuple[tuple[Comparison, Comparison, bool], ...]:
+    """From the clock of the recording's rank to that of its host's first rank, and on to that of the first host's."""
     steps = [(recording.before, recording.after, False)]
     if recording.host.compared:
         steps.append((*recording.host.compared, True))

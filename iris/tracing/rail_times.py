@@ -165,6 +165,7 @@ class StreamTimes(RailTimes):
         torch.cuda.current_stream(device).synchronize()
 
     def timed(self, transfer: Transfer, start: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], None]]:
+        # `started` has an element once torch has returned a work, and so runs the transfer on a stream of its own.
         capturing, held, started = is_current_stream_capturing(), [start], list[bool]()
         with self._lock:
             number, place = self._in_graph(transfer) if capturing else self._enqueue(transfer)

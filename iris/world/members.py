@@ -97,6 +97,7 @@ class Members:
             self._read_end(rank, peer)
 
     def _read_end(self, rank: int, peer: Peer) -> None:
+        """Read from the store whether a process has ended, and how (`report_end` of a rank on its host)."""
         if self._store is not None and self._store.check([f"ended/{rank}"]):
             text = self._store.get(f"ended/{rank}").decode()
             peer.status, peer.ended = int(text) if text else None, True
@@ -166,6 +167,7 @@ class Members:
         return causes or hows
 
     def _failure(self, rank: int) -> str | None:
+        """The error that a member has said it ends with (`publish_failure`); None if it has said nothing."""
         if self._store is not None and rank not in self.failures and not self.store_is_gone:
             try:
                 if self._store.check([f"failure/{rank}"]):
@@ -263,6 +265,7 @@ def keep_processes(process_group: dist.ProcessGroup, processes: dict[int, Peer])
 
 
 def _report_end(peer: Peer) -> None:
+    """A listener of `peers`: let all groups of this process report the end of this peer."""
     for group in list(farewell.groups):
         with contextlib.suppress(dist.DistError):
             group.members.report_end(peer)

@@ -26,6 +26,7 @@ def broadcast_object(group: Group, device: torch.device, value: Any, src: int, d
     is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided
 
     def offer() -> tuple[bool, Any]:
+        """On the source: fill ``buffer``. Returns whether it is a tensor, and its form, or else its size in bytes."""
         nonlocal buffer
         if index(src) not in range(group.size):
             raise observer.reported(RankOutOfRangeError(src, group.size))

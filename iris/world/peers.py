@@ -129,6 +129,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _watch(waker: int) -> None:
+    """The thread: wait for the end of any peer, and for new peers."""
     poll = select.poll()
     by_pidfd: dict[int, Peer] = {}
     polled: set[Peer] = set()  # those without a pidfd
@@ -152,6 +153,7 @@ def _watch(waker: int) -> None:
 
 
 def _open(peer: Peer, poll: select.poll, by_pidfd: dict[int, Peer], polled: set[Peer]) -> None:
+    """Begin to watch a peer: by a pidfd, or in ``polled`` if there can be none. It may have ended already."""
     try:
         file = os.pidfd_open(peer.identity.number)
     except ProcessLookupError:

@@ -137,6 +137,7 @@ class RailCalls:
         return lines
 
     def _publish(self, now: float) -> None:
+        """Write the noted calls into the store."""
         # A copy in one call of C: the thread that makes the calls does not run meanwhile.
         noted = list(self._noted)
         self._mine = {number: f"{what} of {nbytes} bytes" for number, what, nbytes in noted}
@@ -144,6 +145,7 @@ class RailCalls:
         put(self._group.store, self._keys[self._place], _encode(self._mine))
 
     def _compare(self) -> MismatchedCollectiveError | None:
+        """Read the calls of the ranks in ``_asked``, and compare them with those that this rank has published."""
         store, mine = self._group.store, self._mine
         for other in self._asked:
             if store.check([self._keys[other]]):
@@ -223,6 +225,7 @@ def _watch(stop: threading.Event) -> None:
 
 
 def _look_at_all() -> None:
+    """One round of the thread: `RailCalls.look` at all rails, and `RailCalls.report` what is found."""
     with _lock:
         those = list(_watched)
     for calls in those:

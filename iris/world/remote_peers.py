@@ -124,6 +124,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _watch(waker: int) -> None:
+    """The thread: wait for the end of connections, for new ones of `watch`, and for clients of the listener."""
     poll, polled, listener = select.poll(), set[int](), _listener
     for file in (waker, *([] if listener is None else [listener.fileno()])):
         poll.register(file, select.POLLIN)
