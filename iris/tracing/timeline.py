@@ -242,7 +242,7 @@ def _read_rails(recording: Recording, path: ClockPath) -> Iterator[Event]:
 
 
 def _world_rank(target: int, ranks: Sequence[int]) -> int | None:
-    """The global rank of ``target``, a rank in the group whose memory is used. ``ranks``: the global ranks of that."""
+    """The global rank of ``target``. ``ranks``: the global ranks of the group in which ``target`` is numbered."""
     if target == SEVERAL.value:
         return target
     if target < 0:

@@ -137,7 +137,7 @@ class Group:
         self.members = Members(self.store, self.ranks, self.rank)
         self._attendance = Attendance(dist.PrefixStore(prefix, whole), self.members.processes, self.rank)
         try:
-            self.store.set(f"-1/{self.rank}", "")
+            self.store.set(f"-1/{self.rank}", "")  # deleted in the first meeting, for `farewell.Attendance`
         except dist.DistNetworkError as error:
             raise self._store_lost("the making of a group") from error
         farewell.groups.add(self)
@@ -152,7 +152,7 @@ class Group:
             Of the types of `iris.world.wire`; named tuples arrive as plain ones. What may fail on some members is for
             `agree`.
         what
-            What the members meet for, the same words on all of them: it completes "while waiting for …" in the errors.
+            What the members meet for, the same words on all of them. It completes "Rank 0 waits in …" in errors.
         orders
             Whether the sanitizer takes it for synchronisation. False for meetings that only debug mode adds.
 
@@ -182,7 +182,7 @@ class Group:
             except (PeerLostError, OutOfStepError, InvalidMessageError, GroupAbortedError):
                 raise
             except BaseException as error:
-                # Others may hold this meeting later, or have held it.
+                # Others may still complete this meeting, or have completed it.
                 self._left(what, error)
                 raise
 
