@@ -51,8 +51,7 @@ def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, 
 
         if rank:
             if status and on_first_node:
-                # When this command ends by an error, torchrun ends all ranks of the node. Rank 0 should show the trace
-                # before.
+                # torchrun ends all ranks of the node when this command ends by an error. Rank 0 shows the trace before.
                 begin = time.monotonic()
                 await_(
                     lambda: (

@@ -95,7 +95,7 @@ def compare(group: Group, hosts: Hosts, rail: Rail, device: torch.device) -> Com
     first, this = (np.array(everyone[ranks[0]], dtype=np.int64) for ranks in (hosts.ranks[0], hosts.local_ranks))
     if hosts.number == 0:
         return Comparison(int(this[0, 0]), 0, 0)
-    # `ahead` takes the times of sending and receiving: here the receiving, b', is the second, so columns are swapped.
+    # Of a follower `ahead` takes when it received and when it answered. Here these are b' and a', so columns are swapped.
     return ahead(first, this[:, ::-1])
 
 
@@ -112,8 +112,7 @@ def _exchange(group: Group, rail: Rail, hosts: int, device: torch.device) -> lis
     with timed_by(group, None):
         for number in range(ROUNDS):
             if number == 1:
-                # The first exchange has loaded all other kernels. `hold` is loaded here, by a launch that does not
-                # wait.
+                # The first exchange has loaded all other kernels. `hold` is loaded by a launch that holds nothing.
                 hold[(1,)](0, num_warps=1)
                 hold[(1,)](HOLD_NS, num_warps=1)
             read_clock[(1,)](times, 2 * number, num_warps=1)
