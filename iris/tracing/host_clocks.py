@@ -31,7 +31,7 @@ from iris.world.rail import Transfer, timed_by
 
 ROUNDS = 50
 
-# The GPU waits so long before the exchanges, while the host enqueues all of them. Else the host's pace would be
+# The GPU waits so long before the exchanges, while the host enqueues them all. Else the host's pace would be
 # measured.
 HOLD_NS = 30_000_000
 
@@ -95,7 +95,7 @@ def compare(group: Group, hosts: Hosts, rail: Rail, device: torch.device) -> Com
     first, this = (np.array(everyone[ranks[0]], dtype=np.int64) for ranks in (hosts.ranks[0], hosts.local_ranks))
     if hosts.number == 0:
         return Comparison(int(this[0, 0]), 0, 0)
-    # Of a follower `ahead` takes when it received and when it answered. Here these are b' and a', so columns are swapped.
+    # `ahead` takes when a follower received and when it answered: here b' and a', so the columns are swapped.
     return ahead(first, this[:, ::-1])
 
 
