@@ -12,7 +12,7 @@ from conftest import UNDER_TORCHRUN, import_path
 from preloaded import LIMIT_S, python
 
 from iris.world import remote_peers
-from iris.world.members import Members, await_
+from iris.world.members import Members, wait_until
 from iris.world.peers import Identity, Peer
 
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts processes of its own; run it without torchrun")
@@ -54,7 +54,7 @@ def test_the_end_of_a_process_is_known_at_once_though_forks_of_it_live_on():
     assert process.stdout.readline() == "forked\n"
     assert not any(each.ended for each in strangers)
     process.kill()
-    assert await_(lambda: all(each.ended for each in strangers), LIMIT_S)
+    assert wait_until(lambda: all(each.ended for each in strangers), LIMIT_S)
     assert {str(each) for each in strangers} == {"its process (77) on far has ended"}
     assert not any(each.unreachable for each in strangers)
     process.stdin.close()  # and the forks end

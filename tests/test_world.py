@@ -308,13 +308,13 @@ def test_no_gpu_and_no_simulator_is_told(monkeypatch):
 
 def test_two_ranks_on_one_gpu_are_told(monkeypatch):
     monkeypatch.delenv(placement.OVERLAP_VARIABLE, raising=False)
-    shared = placements(gpu=["GPU-7", "GPU-8", "GPU-7"])
-    with pytest.raises(SharedDeviceError, match=r"Ranks 0 and 2 use the same GPU .*set_device\(LOCAL_RANK\)"):
-        placement.check_own_gpus(shared)
-    placement.check_own_gpus(placements())
-    placement.check_own_gpus(placements(gpu=[None] * 3))
+    shared, ranks = placements(gpu=["GPU-7", "GPU-8", "GPU-7"]), (3, 5, 8)
+    with pytest.raises(SharedDeviceError, match=r"Ranks 3 and 8 use the same GPU .*set_device\(LOCAL_RANK\)"):
+        placement.check_own_gpus(shared, ranks)
+    placement.check_own_gpus(placements(), ranks)
+    placement.check_own_gpus(placements(gpu=[None] * 3), ranks)
     monkeypatch.setenv(placement.OVERLAP_VARIABLE, "1")
-    placement.check_own_gpus(shared)
+    placement.check_own_gpus(shared, ranks)
 
 
 def test_gpus_without_peer_access_are_told(monkeypatch):
@@ -329,13 +329,13 @@ def test_gpus_without_peer_access_are_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=visible[index]))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_access)
-    with pytest.raises(NoPeerAccessError, match=r"cuda:1 \(H200\) of rank 0 cannot access .* of rank 2\."):
-        placement.check_peer_access(placements(), 0, torch.device("cuda:1"))
+    with pytest.raises(NoPeerAccessError, match=r"cuda:1 \(H200\) of rank 3 cannot access .* of rank 8\."):
+        placement.check_peer_access(placements(), (3, 5, 8), 0, torch.device("cuda:1"))
     assert asked == [(1, 0)]
     # Of another host, which is on this machine.
-    placement.check_peer_access(placements(host=["one", "one", "two"]), 0, torch.device("cuda:1"))
+    placement.check_peer_access(placements(host=["one", "one", "two"]), (3, 5, 8), 0, torch.device("cuda:1"))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    placement.check_peer_access(placements(), 0, torch.device("cuda:1"))
+    placement.check_peer_access(placements(), (3, 5, 8), 0, torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize(

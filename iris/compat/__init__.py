@@ -1,8 +1,9 @@
-"""The private parts of torch and Triton that Iris relies on, a file for each subject.
+"""The private parts of torch and Triton that Iris uses, a file for each subject.
 
-Private is a name with a leading underscore, and a module or attribute that their documentation does not promise. The
-rest of Iris mentions none (`tests/test_rules.py`). When a new release moves one, its file here is the place to mend.
+A *part* is private if its name has a leading underscore, or if the documentation does not promise it. No other file of
+Iris names one (`tests/test_rules.py`). When a new release moves a part, only its file here has to change.
 
-Each docstring says in which releases the parts are there, and what happens where one is gone: another way, which the
-docstring names, or `iris.errors.MissingPartError`. `tests/test_compat.py` takes each part away and looks.
+Each docstring says which releases have the parts, and what happens where one is missing: another way is taken, which
+the docstring names, or `iris.errors.MissingPartError` is raised. `tests/test_compat.py` removes each part and checks
+that.
 """

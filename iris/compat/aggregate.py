@@ -1,7 +1,7 @@
-"""Aggregates: what makes them, and the marks by which Triton knows them.
+"""Triton's aggregates: the decorator, and the attributes by which Triton recognises a class that it has made.
 
-Triton 3.8 and newer have `triton.aggregate`, older ones `triton.language.core._aggregate`. Both have the latter, which
-the simulator replaces. Where both are gone, importing `iris` raises `MissingPartError`.
+Triton 3.8 and newer have the public `triton.aggregate`. All releases have `triton.language.core._aggregate`, which the
+simulator replaces. Where both are gone, importing `iris` raises `MissingPartError`.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,17 @@ aggregate = optional("triton:aggregate") or required(_DECORATOR, "pass contexts 
 
 
 def marks(fields: tuple[str, ...], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a class by which Triton knows that it is an aggregate, with what fields."""
+    """The attributes by which Triton recognises a class as an aggregate, and knows its fields."""
     return {"__triton_aggregate__": True, "__aggregate_fields__": fields, "__aggregate_defaults__": defaults}
 
 
 def replace_aggregate(new: Callable[[type], type]) -> None:
-    """Put ``new`` in the place of the decorator, also for who has imported that under another name already."""
+    """Put ``new`` in the place of the decorator, also for modules that have imported the decorator already."""
     decorator = required(_DECORATOR, "run kernels on the CPU")
     tl.core.__simulated_aggregate__ = new
     decorator.__code__ = _trampoline.__code__
 
 
 def _trampoline(cls: Any) -> Any:
-    # A global of the module whose function it becomes.
+    # Its code becomes that of the decorator, and so finds the name below among the globals of `triton.language.core`.
     return __simulated_aggregate__(cls)  # type: ignore[name-defined]  # noqa: F821

@@ -1,9 +1,9 @@
-"""What the public functions of torch.distributed do not tell of process groups, and what they cannot set.
+"""Process groups of torch.distributed: what its public functions do not say or set.
 
-All of these are there in torch 2.9 to 2.13. Where one is gone, its call raises `MissingPartError`, but for those that
-only the sanitizer asks: without `torch._C.Future` it sees futures that Python made and none that C++ made, and a call
-that it cannot tell to be from torch's own Python counts as one that the program waits for at once.
-Windows, and what they say of memory, are new in torch 2.14.
+All of these parts are there in torch 2.9 to 2.13. Where one is gone, its call raises `MissingPartError`. Two parts are
+for the sanitizer alone, and it does without them: without `torch._C.Future` it sees futures that Python made and none
+that C++ made. If it cannot tell that a call comes from torch's own Python, it takes the call for one that the program
+waits for at once. Windows, and their attributes, are new in torch 2.14.
 """
 
 import inspect
@@ -33,7 +33,7 @@ group_named = function(
 """The process group with this name."""
 
 Future = optional("torch._C:Future") or torch.futures.Future
-"""The class whose methods all futures have, those of C++ included."""
+"""The base class of all futures, also of those that C++ makes."""
 
 _SOURCE = optional("torch.distributed.distributed_c10d:__file__")
 # From torch 2.14 on.
@@ -43,17 +43,17 @@ _SPLIT_GROUP = inspect.unwrap(dist.split_group).__code__
 
 
 def is_of_torch_distributed(code: CodeType) -> bool:
-    """Whether this is code of torch.distributed's Python functions, which programs call."""
+    """Whether this code is of the Python functions of torch.distributed that programs call."""
     return code.co_filename == _SOURCE
 
 
 def is_split_group(code: CodeType) -> bool:
-    """Whether this is the code of `torch.distributed.split_group`, below its decorators."""
+    """Whether this code is that of `torch.distributed.split_group`, without its decorators."""
     return code is _SPLIT_GROUP
 
 
 def goes_on_by_itself(given: Mapping[str, Any]) -> bool:
-    """Whether a collective's operation leaves it to the caller to wait for it; ``given``: its arguments by name.
+    """Whether the operation of a collective leaves the wait to the caller. ``given``: its arguments by name.
 
     The argument is ``asyncOp`` in torch 2.11, and ``async_op`` in 2.13. Where it is not given, the caller waits.
     """
@@ -66,33 +66,36 @@ def existing_groups() -> Any:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What carries out a group's calls with tensors on this device."""
+    """The backend of a group for tensors on this device."""
     return member(group, "torch.distributed:ProcessGroup._get_backend", "find a process group's backend")(device)
 
 
 def set_backend(group: dist.ProcessGroup, device: torch.device, kind: Any, backend: Any) -> None:
-    """Let ``backend``, of this kind, carry out the group's calls, with tensors on this device and without any."""
+    """Make ``backend`` the group's backend for tensors on this device, and for calls without tensors.
+
+    ``kind``: its `torch.distributed.ProcessGroup.BackendType`.
+    """
     member(group, "torch.distributed:ProcessGroup._register_backend", _BESIDE)(device, kind, backend)
     member(group, "torch.distributed:ProcessGroup._set_default_backend", _BESIDE)(kind)
 
 
 def all_gather(backend: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
-    """Begin to gather every rank's ``input`` into one tensor, by what moves data for a group. Returns its work."""
+    """Begin to gather every rank's ``input`` into one tensor, by a backend. Returns torch's work."""
     gather = member(backend, "torch._C._distributed_c10d:Backend._allgather_base", _OVER_HOSTS)
     return gather(output, input)
 
 
 def reduce_scatter(backend: Any, output: torch.Tensor, input: torch.Tensor, options: Any) -> Any:
-    """Begin to combine every rank's ``input``, of which each gets a part. Returns its work."""
+    """Begin to combine every rank's ``input``; each rank gets a part. Returns torch's work."""
     return member(backend, "torch._C._distributed_c10d:Backend._reduce_scatter_base", _OVER_HOSTS)(
         output, input, options
     )
 
 
 def make_nccl(store: dist.Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> Any:
-    """NCCL (RCCL on AMD) among ``ranks``, of which this process is number ``rank``, as torch makes it for groups.
+    """Make torch's NCCL (on AMD RCCL) backend among the global ``ranks``, of which this process is number ``rank``.
 
-    ``name``: what torch's own reports call it.
+    ``name``: its name in torch's own messages.
     """
     kind = required("torch.distributed:ProcessGroupNCCL", _OVER_HOSTS)
     options = kind.Options()
@@ -102,7 +105,7 @@ def make_nccl(store: dist.Store, name: str, rank: int, ranks: Sequence[int], tim
 
 
 def unified_window() -> Any:
-    """What a window says of memory that is the peer's own, and no copy of it; None where torch has no windows."""
+    """A window's attributes for memory that is the peer's own, and no copy of it; None if torch has no windows."""
     if _WindowAttr is None or _WindowAccessType is None:
         return None
     attributes = _WindowAttr()
@@ -111,10 +114,10 @@ def unified_window() -> Any:
 
 
 def describe(group: dist.ProcessGroup, text: str) -> None:
-    """Set what torch's messages say of the group."""
+    """Set the group's description in torch's messages."""
     member(group, "torch.distributed:ProcessGroup._set_group_desc", "split a process group")(text)
 
 
 def source_of(work: dist.Work) -> int:
-    """The rank in its group from which a message has come that was received from any."""
+    """The group rank of the sender, for a recv() from any rank."""
     return member(work, "torch.distributed:Work._source_rank", "know who has sent a message")()

@@ -1,8 +1,8 @@
-"""What a call on a GPU asks about the current stream, at the lowest cost to the host.
+"""The handle of the current stream, and whether it is being captured, at the lowest cost to the host.
 
-`torch._C._cuda_isCurrentStreamCapturing` is there in torch 2.9 to 2.13, `torch._C._cuda_getCurrentRawStream` too, but
-only in builds for GPUs. Where one is gone, the public way stands in for it. Its answer is the same, but for a stream's
-handle it makes a Stream object, which costs the host ten times as much.
+`torch._C._cuda_isCurrentStreamCapturing` and `torch._C._cuda_getCurrentRawStream` are there in torch 2.9 to 2.13, the
+latter only in builds for GPUs. Where one is gone, the public function is used. Its answer is the same, but for a
+stream's handle it makes a Stream object, which costs the host ten times as much.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""Marks on functions that torch.compile leaves out of its graphs.
+"""`disable`: has torch.compile leave a function out of its graphs, as the public `torch.compiler.disable` does.
 
-`torch.compiler.disable` is the public way. It has torch import its compiler, for a second, and puts a function around
-the marked one, for half a microsecond a call. The marks of `torch._C._dynamo.eval_frame` on the function itself cost
-nothing; they are there in torch 2.9 to 2.13. Where one is gone, `disable` is the public way.
+The public function makes torch import its compiler, which takes a second, and wraps the function, which takes half a
+microsecond a call. The marks of `torch._C._dynamo.eval_frame` on the function itself cost nothing. They are there in
+torch 2.9 to 2.13. Where one is gone, `disable` calls the public function.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ _HAS_MARKS = all(part is not None for part in (_set_code_exec_strategy, _FrameEx
 
 
 def disable(function: Function, why: str) -> Function:
-    """Neither the function nor what it calls is traced; with ``fullgraph=True`` torch says ``why``."""
+    """Have neither the function nor what it calls traced. With ``fullgraph=True`` torch's error says ``why``."""
     if not _HAS_MARKS:
         return torch.compiler.disable(function, reason=why)
-    # When it is called, and when a function is traced that calls it.
+    # The first mark is for calls of the function itself, and the second two are for traced functions that call it.
     _set_code_exec_strategy(function.__code__, _FrameExecStrategy(_SKIP, _SKIP))
     for name, value in (("_torchdynamo_disable", True), ("_torchdynamo_disable_msg", why)):
         setattr(function, name, value)

@@ -2,8 +2,8 @@
 
 `all_gather_tensor_autograd` and `reduce_scatter_tensor_autograd` of `torch.distributed._functional_collectives` are
 there in torch 2.9 to 2.13. Where one is gone, its call raises `MissingPartError`: the public collectives write into a
-tensor, and have no gradient. A `torch.autograd.Function` around these is right where it is called as it is; compiled by
-torch 2.11, gradients were wrong.
+tensor, and have no gradient. A `torch.autograd.Function` around those is no way out: it is right in eager mode, but its
+gradients were wrong when torch 2.11 compiled it.
 """
 
 from iris.compat.parts import function

@@ -1,9 +1,11 @@
-"""Where Inductor, torch.compile's compiler, has others change its graphs, and what its graphs are made of.
+"""Passes over the graphs of Inductor, torch.compile's compiler, and what these graphs are made of.
 
 `torch._inductor.config.post_grad_custom_pre_pass` and `torch._inductor.custom_graph_pass.CustomGraphPass` are there in
-torch 2.9 to 2.13; where one is gone, its user here raises `MissingPartError`. Importing them takes a second, so they
-are looked for when they are used. Relied on as well: the fake tensor of a node at ``meta["val"]``, and that Inductor
-takes ``auto_functionalized`` apart after its passes, and copies what it says is written only where that is read later.
+torch 2.9 to 2.13. Where one is gone, its user here raises `MissingPartError`. Importing them takes a second, so they
+are looked for when they are used.
+
+Iris also relies on these: the fake tensor of a node is at ``meta["val"]``. After its passes Inductor replaces
+``auto_functionalized`` nodes by the operator, and copies a tensor that it writes only if its old value is read later.
 """
 
 import hashlib
@@ -17,7 +19,7 @@ from torch.fx import Graph, Node
 from iris.compat.parts import required
 
 c10d = torch.ops._c10d_functional
-"""The functional collectives, as graphs have them; what others write becomes one of these."""
+"""The functional collectives. In graphs, collectives that write into a tensor have become these, too."""
 
 RESHAPES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
@@ -25,9 +27,10 @@ _FUSES = "fuse operations in graphs of torch.compile"
 
 
 def graph_pass(change: Callable[[Graph], None], identity: Callable[[], str | None]) -> Any:
-    """A pass by which ``change`` sees graphs of both directions, after the passes that are set by now.
+    """A pass that calls ``change`` on forward and backward graphs, after the passes that are set by now.
 
-    What ``identity`` returns goes into the keys of Inductor's cache: another one, another graph. None: no cache.
+    What ``identity`` returns is part of the keys of Inductor's cache, as the graph depends on it. With None, Inductor
+    caches nothing.
     """
     kind = required("torch._inductor.custom_graph_pass:CustomGraphPass", _FUSES)
     there = required("torch._inductor.config:post_grad_custom_pre_pass", _FUSES)
@@ -40,7 +43,7 @@ def graph_pass(change: Callable[[Graph], None], identity: Callable[[], str | Non
             change(graph)
 
         def uuid(self) -> Any:
-            """None, with which Inductor caches nothing, where a pass does not say what it is."""
+            """The pass's part of a key. None, without caching, if another pass has none of its own."""
             known = [*(each.uuid() if isinstance(each, kind) else None for each in before), identity()]
             return None if None in known else hashlib.sha256(repr(known).encode()).hexdigest()
 
@@ -55,10 +58,10 @@ def add_graph_pass(change: Callable[[Graph], None], identity: Callable[[], str |
 
 
 def value_of(node: Node) -> torch.Tensor:
-    """The fake tensor that stands for a node's result."""
+    """The fake tensor of a node's result."""
     return node.meta["val"]
 
 
 def writes(graph: Graph, operator: Any, arguments: dict[str, Any]) -> Node:
-    """A call of an operator that writes some of its arguments: a tuple of its results, and of what is written."""
+    """Add a call of an operator that writes to some of its arguments. Its value: the results, then what is written."""
     return graph.call_function(torch.ops.higher_order.auto_functionalized, (operator,), arguments)

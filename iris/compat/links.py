@@ -1,14 +1,14 @@
-"""How many NVLinks connect two GPUs, which torch finds out for its symmetric memory.
+"""How many NVLinks connect two GPUs, which torch can tell for its symmetric memory.
 
 `torch._C._distributed_c10d._detect_dma_connectivity` and `torch._C._autograd.DeviceType` are there in torch 2.9 to
-2.13, but not in every build. Where one is gone, no links are counted.
+2.13, but not in every build. Where one is gone, the number is 0.
 """
 
 from iris.compat.parts import optional
 
 
 def nvlinks(i: int, j: int) -> int:
-    """So many connect GPU ``i`` with GPU ``j``; 0 also where torch cannot tell."""
+    """The number of NVLinks between GPU ``i`` and GPU ``j``; 0 also where torch cannot tell."""
     detect = optional("torch._C._distributed_c10d:_detect_dma_connectivity")
     cuda = optional("torch._C._autograd:DeviceType.CUDA")
     if detect is None or cuda is None:

@@ -1,6 +1,10 @@
-"""Finding a private part of torch or Triton by its path, ``module:name``, and saying so where it is gone.
+"""Finds a private part of torch or Triton by its path, ``module:name``. The error for a missing one says its purpose.
 
-The purpose completes the sentence "... has no <part>, which Iris needs to <purpose>".
+``purpose`` completes the sentence "... has no <part>, which Iris needs to <purpose>". Which function to take:
+
+* `required` where Iris cannot be used without the part;
+* `optional` where there is another way;
+* `function`, `late` and `member` where only calls that need the part should fail.
 """
 
 from collections.abc import Callable
@@ -10,12 +14,12 @@ from typing import Any, NoReturn
 
 from iris.errors import MissingPartError
 
-# The releases whose private parts are known here, and what the packages call themselves.
+# By package: its name for people, and the releases in which its private parts have been checked.
 KNOWN = {"torch": ("torch", "2.9 to 2.13"), "triton": ("Triton", "3.6 to 3.9")}
 
 
 def missing(path: str, purpose: str) -> MissingPartError:
-    """The error that says that this part is gone."""
+    """The error that this part is missing."""
     package = path.replace(":", ".").partition(".")[0]
     name, known = KNOWN[package]
     return MissingPartError(
@@ -25,13 +29,13 @@ def missing(path: str, purpose: str) -> MissingPartError:
 
 
 def _find(path: str) -> Any:
-    # As `pkgutil.resolve_name` does of "module:names", but sooner: operators look for some parts at each call.
+    # As `pkgutil.resolve_name`, but faster: operators look for some parts at each call.
     module, _, names = path.partition(":")
     return attrgetter(names)(import_module(module))
 
 
 def required(path: str, purpose: str) -> Any:
-    """The part. Raises `MissingPartError` if it is gone."""
+    """The part. Raises `MissingPartError` if it is missing."""
     try:
         return _find(path)
     except (ImportError, AttributeError) as error:
@@ -39,7 +43,7 @@ def required(path: str, purpose: str) -> Any:
 
 
 def optional(path: str) -> Any | None:
-    """The part, or None if it is gone."""
+    """The part, or None if it is missing."""
     try:
         return _find(path)
     except (ImportError, AttributeError):
@@ -47,7 +51,7 @@ def optional(path: str) -> Any | None:
 
 
 def function(path: str, purpose: str) -> Callable[..., Any]:
-    """The function itself, so that a call costs no more; if it is gone, one that raises `MissingPartError`."""
+    """The part, a function. If it is missing, a function that raises `MissingPartError` when it is called."""
     found = optional(path)
     if found is not None:
         return found
@@ -59,7 +63,7 @@ def function(path: str, purpose: str) -> Callable[..., Any]:
 
 
 def late(path: str, purpose: str) -> Callable[..., Any]:
-    """A function that looks for the part at each call, for modules that take long to import."""
+    """A function that finds the part at each call and calls it. For modules that take long to import."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return required(path, purpose)(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""What the operations of Triton's language do: `triton.language.core`, `standard` and `semantic`, for the simulator.
+"""Of `triton.language.core`, `standard` and `semantic`: how operations of the language become those of a builder.
 
-All of these are there in Triton 3.6 to 3.9. Where one is gone, importing `iris` in the simulator raises
-`MissingPartError`; on a GPU nothing of this is needed.
+For the simulator. All of these are there in Triton 3.6 to 3.9. Where one is gone, importing `iris` in the simulator
+raises `MissingPartError`. On a GPU none of them is used.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from iris.compat.parts import required
 
 _WHY = "run kernels on the CPU"
 
-# What each operation means in terms of a builder's.
+# The semantic layer, which expresses each operation by those of a builder.
 TritonSemantic = required("triton.language.semantic:TritonSemantic", _WHY)
 
-# What `tl.sum`, `tl.max`, `tl.min` and `tl.cumprod` combine two elements with.
+# The functions by which `tl.sum`, `tl.max`, `tl.min` and `tl.cumprod` combine two elements.
 combine_sum = required("triton.language.standard:_sum_combine", _WHY)
 combine_max = required("triton.language.standard:_elementwise_max", _WHY)
 combine_min = required("triton.language.standard:_elementwise_min", _WHY)
@@ -26,14 +26,14 @@ unwrap_constexpr = required("triton.language.core:_unwrap_if_constexpr", _WHY)
 """The value of a constant; anything else as it is."""
 
 is_builtin = required("triton.language.core:is_builtin", _WHY)
-"""Whether the compiler carries a function out itself."""
+"""Whether a function is a builtin of the compiler."""
 
 required("triton.language.core:builtin_min", _WHY)
 required("triton.language.core:builtin_max", _WHY)
 
 
 def builtin_for(name: str) -> Callable:
-    """The builtin that Python's "min" or "max" is in a kernel, as it is now: the simulator replaces it."""
+    """The builtin by which kernels call Python's "min" or "max". Looked up anew, as the simulator replaces it."""
     return getattr(tl.core, f"builtin_{name}")
 
 

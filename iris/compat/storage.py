@@ -10,4 +10,4 @@ storage_at = function("torch._C:_construct_storage_from_data_pointer", "make ten
 """``storage_at(address, device, size)``: a storage over bytes that somebody else owns and keeps alive."""
 
 lazily_negated = function("torch:_neg_view", "give a peer's copy of a tensor that is lazily negated")
-"""A view of a tensor with the sign changed, as torch makes of the imaginary part of a conjugate."""
+"""A view of a tensor with the negative bit set, as torch makes of the imaginary part of a conjugate."""

@@ -1,7 +1,7 @@
-"""Tensors that have no memory of their own: what torch traces with, wraps, or transforms.
+"""Recognises tensors without memory of their own: fake tensors, wrapper subclasses, and those of torch.func.
 
-All of these are there in torch 2.9 to 2.13, and are found when `iris` is imported. Where one is gone, that import
-raises `MissingPartError`: a kernel would be given addresses that mean nothing.
+All of these parts are there in torch 2.9 to 2.13. Where one is gone, importing `iris` raises `MissingPartError`, as a
+kernel would be given addresses that mean nothing.
 """
 
 import torch
@@ -16,17 +16,17 @@ _peek_interpreter_stack = required("torch._C._functorch:peek_interpreter_stack",
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func is at work in this thread: then plain-looking tensors may be stand-ins."""
+    """Whether a transform of torch.func runs in this thread. Then tensors that look plain may have no memory."""
     return _peek_interpreter_stack() is not None
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether torch traces with it: it has a shape and no elements."""
+    """Whether it is a fake tensor, with which torch traces: it has a shape and no elements."""
     return isinstance(tensor, _FakeTensor)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it is of a subclass that stands around other tensors, and that torch.compile sees through."""
+    """Whether it is of a subclass that wraps other tensors, and that torch.compile can unwrap."""
     return _is_traceable_wrapper_subclass(tensor)
 
 

@@ -1,9 +1,10 @@
-"""Memory that the GPUs of one host share, by the classes below `torch.distributed._symmetric_memory`.
+"""Memory that the GPUs of one host share, by the C++ classes behind `torch.distributed._symmetric_memory`.
 
 `torch._C._distributed_c10d._SymmetricMemory`, `_register_process_group` and `_unregister_process_group` are there in
 torch 2.9 to 2.13, as are the names of the Python module, which benchmarks use. Where one is gone, its call raises
-`MissingPartError`, but for `set_group_info`, which newer releases of torch do without. Relied on as well: the keys of
-the store's exchanges (`CountingStore`), and the environment variable that forbids multicast.
+`MissingPartError`, but for `set_group_info`, which newer releases of torch do without. Iris also relies on the keys
+under which torch exchanges handles in a store (`CountingStore`), and on the environment variable that switches
+multicast off.
 """
 
 import contextlib
@@ -39,8 +40,8 @@ allow_fused_operators = late("torch.distributed._symmetric_memory:enable_symm_me
 def allocate(size: int, device: torch.device) -> torch.Tensor:
     """``size`` bytes of a GPU, undefined, that can be shared.
 
-    Not `torch.distributed._symmetric_memory.empty`: that takes from a memory pool, where the block may begin anywhere
-    in an allocation that is shared with others, at different places on different ranks.
+    Not by `torch.distributed._symmetric_memory.empty`, which allocates from a memory pool: there the block may begin
+    anywhere in an allocation that other blocks use, too, and at another offset on each rank.
     """
     return _empty_strided_p2p((size,), (1,), torch.uint8, device)
 
@@ -53,10 +54,10 @@ def pooled(count: int, dtype: torch.dtype, device: torch.device, group_name: str
 
 
 class CountingStore(dist.Store):
-    """``store`` for the exchanges of one group, whose numbers begin at 0.
+    """A wrapper of ``store`` in which the exchanges of one group are numbered from 0 on.
 
-    torch names what it stores ``prefix/number/rank`` and counts the exchanges of all groups of a process in one number,
-    so ranks that are in different groups have come to different numbers.
+    torch's keys are ``prefix/number/rank``. It counts the exchanges of all groups of a process together, so ranks that
+    are in different groups would come to different numbers.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -82,10 +83,10 @@ class CountingStore(dist.Store):
 
 @contextlib.contextmanager
 def registered(name: str, store: dist.Store, rank: int, size: int) -> Iterator[None]:
-    """Here torch finds a group's members by this name, and the store through which they exchange their handles.
+    """In this context torch finds a group by this name: its ranks, and the store by which they exchange handles.
 
-    It cannot ask the group that the program made: a process group written in Python, as Iris' own backend is, has no
-    store that C++ could ask for.
+    The group that the program has made may be written in Python, as that of Iris' own backend. Such a group has no
+    store that C++ could find, so another group is registered.
     """
     counting = CountingStore(store)
     process_group = dist.ProcessGroup(counting, rank, size)

@@ -1,11 +1,11 @@
-"""What Triton's JIT does with a kernel behind ``kernel[grid](...)``: compile it, load it, launch it.
+"""Compiles, loads and launches a kernel by the parts of Triton's JIT that ``kernel[grid](...)`` consists of.
 
-Relied on in Triton 3.6 to 3.9:
+Iris relies on these in Triton 3.6 to 3.9:
 
 * ``kernel.warmup(..., grid=grid)`` compiles without launching, and indexing the result loads it;
 * the result has ``run``, the launcher; ``function``, the driver's handle; ``packed_metadata``, which begins with the
-  number of warps, that of CTAs and the bytes of shared memory; and ``n_regs``;
-* what the launcher is called with, and that it calls a C function that is its attribute ``launch``;
+  number of warps, the number of CTAs and the bytes of shared memory; and ``n_regs``;
+* the arguments of the launcher, and that it calls a C function that is its attribute ``launch``;
 * `triton.runtime.jit.mangle_type`, and the backends' classes of options;
 * ``kernel[grid]`` calls the method ``run``.
 
@@ -26,11 +26,11 @@ from iris.compat.parts import function, member, required
 _LAUNCHES, _SIMULATES = "launch its kernels", "run kernels on the CPU"
 
 mangle_type = function("triton.runtime.jit:mangle_type", _SIMULATES)
-"""How a kernel's signature spells the type of an argument."""
+"""The name of an argument's type in a kernel's signature."""
 
 
 class Loaded(NamedTuple):
-    """A kernel on the GPU."""
+    """A kernel that is loaded on the GPU."""
 
     run: Callable[..., None]
     function: int
@@ -38,7 +38,7 @@ class Loaded(NamedTuple):
     metadata: tuple
     """Number of warps, number of CTAs, bytes of shared memory, and what else the release has."""
     registers: int
-    """Of each thread."""
+    """The number of registers of each thread."""
 
 
 def load(kernel: Any, grid: tuple[int, int, int], args: tuple, options: dict[str, int]) -> Loaded:
@@ -54,9 +54,9 @@ def load(kernel: Any, grid: tuple[int, int, int], args: tuple, options: dict[str
 
 
 def as_cluster(metadata: tuple, size: int) -> tuple:
-    """Metadata for a launch of clusters of so many programs, by what the launcher takes for ``num_ctas``.
+    """The metadata with which the launcher launches clusters of ``size`` programs: it takes ``size`` for ``num_ctas``.
 
-    It launches as many clusters as the grid has programs.
+    Then it launches as many clusters as the grid has programs.
     """
     num_warps, _, shared = metadata
     return num_warps, size, shared
@@ -67,10 +67,10 @@ def launcher(
 ) -> Callable[[int, tuple], None]:
     """``run(*grid, stream, function, metadata, None, None, None, *args)`` as a function of stream and arguments.
 
-    ``run``, Triton's launcher, looks for scratch memory in every call, which takes a microsecond, and then calls its C
-    function ``run.launch``. Kernels here need no scratch memory, so what it gives that function is the same each time,
-    but for stream and arguments: it is seen once and then given directly. A launcher that does it otherwise is called
-    as it is.
+    ``run``, Triton's launcher, checks for scratch memory at every call, which takes a microsecond, and then calls its C
+    function ``run.launch``. Kernels here need no scratch memory. So all arguments of that C function are the same each
+    time, but for the stream and the kernel's. They are recorded once, from a call with a stand-in for the C function,
+    which then is called directly. A launcher of another form is called as it is.
     """
 
     def as_it_is(stream: int, args: tuple) -> None:
@@ -91,7 +91,7 @@ def launcher(
     if at is None:
         return as_it_is
     front, back = given[:at], given[at + 1 :]
-    # All in one tuple, or one by one, of which the last may be a tuple as well.
+    # The kernel's arguments are one tuple, or one by one. In the latter case the last one may be a tuple, too.
     if isinstance(back[-1], tuple) and len(back[-1]) == len(args) and all(map(operator.is_, back[-1], args)):
         *back, _ = back
         return lambda stream, args: native(*front, stream, *back, args)
@@ -106,7 +106,7 @@ def replace_launches(new: Callable) -> None:
 
 @functools.cache
 def compiler_options() -> frozenset[str]:
-    """What the compilers for NVIDIA and AMD take beside a kernel's own parameters."""
+    """The names of the options that the compilers for NVIDIA and AMD take at a launch."""
     nvidia = required("triton.backends.nvidia.compiler:CUDAOptions", _SIMULATES)
     amd = required("triton.backends.amd.compiler:HIPOptions", _SIMULATES)
     return frozenset(option.name for options in (nvidia, amd) for option in fields(options))

@@ -1,1 +1,1 @@
-"""CUDA graphs: which one is being captured, and memory that is not from its pool."""
+"""CUDA graphs: which one is being captured (`capture`), and memory that is not from its pool (`kept`)."""

@@ -1,10 +1,13 @@
-"""What torch does not say about captures of CUDA (or HIP) graphs: which capture is in progress, which graphs may share
-memory, and how to allocate and load kernels during one.
+"""Captures of CUDA (or HIP) graphs: what torch does not say about them, and how to allocate and load kernels in one.
 
-Graphs of one memory pool, and graphs whose first call is on one stream, are taken for graphs that never run at once:
-the first is torch's own rule ("CUDA semantics", "Graph memory management"), the second is that of calls outside a
-graph. They are one *line*, and what calls of one line use of the library's memory they share, as calls of a stream do.
-Branches of one graph, which run side by side, are distinguished by the streams that they are captured on.
+Which captured calls may share the library's memory? Calls outside graphs share it if they are on one stream, as they
+then run one after the other. For calls in graphs this file finds a *line* that stands for the stream. Two graphs are of
+one line if they never run at once:
+
+* graphs of one memory pool, by torch's own rule ("CUDA semantics", "Graph memory management");
+* graphs whose first call was captured on one stream, as for calls outside a graph.
+
+Branches of one graph run side by side. They are told apart by the streams that they are captured on.
 """
 
 import contextlib
@@ -19,7 +22,7 @@ import torch
 from iris import mode
 from iris.errors import FirstUseInCaptureError, MappingError
 
-# Captures that are remembered: some may be under way at once, in threads.
+# How many captures are remembered. Several may be under way at once, in threads.
 REMEMBERED = 1024
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, and hipStreamCaptureModeRelaxed
 
@@ -37,11 +40,11 @@ def _call(name: str, hip: str, *arguments: object) -> None:
 
 
 def capture_id(stream: int | None) -> int:
-    """A number that is unique to the capture in progress on the stream with this handle."""
+    """The id of the capture in progress on the stream with this handle, which no other capture has."""
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     arguments = [ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)]
-    # cuStreamGetCaptureInfo of the CUDA Driver API ("Stream Management") and its twin in HIP. What comes after the id
-    # is optional in both.
+    # cuStreamGetCaptureInfo of the CUDA Driver API ("Stream Management") and its counterpart in HIP. What it returns
+    # after the id is optional; HIP's has no such arguments.
     if not torch.version.hip:
         arguments += [None, None, None]
     _call("cuStreamGetCaptureInfo_v2", "hipStreamGetCaptureInfo", *arguments)
@@ -49,21 +52,23 @@ def capture_id(stream: int | None) -> int:
 
 
 class GraphLine(NamedTuple):
-    """Captured calls that follow each other: of the n-th line of graphs, in the n-th branch. Equal on all ranks."""
+    """Stands for a stream in captured calls: the number of a line of graphs, and of a branch. Equal on all ranks."""
 
     graphs: int
     branch: int
 
 
 Line = int | GraphLine | None
-"""What calls follow each other in: a stream, by its handle (None in the simulator), or a line of graphs."""
+"""Calls with the same `Line` run one after the other: the handle of a stream (None in the simulator), or of graphs."""
 
 
 class Lines:
-    """The lines of one group, numbered in order of use, which is the same on every rank of a symmetric program."""
+    """The lines of one group's graphs, numbered in the order of their first use. All ranks use them in one order."""
 
     def __init__(self) -> None:
+        # The number of a line, by memory pool and by stream.
         self._graphs: dict[object, int] = {}
+        # By capture: the number of its line, and its branches by stream.
         self._captures: dict[int, tuple[int, dict[int | None, GraphLine]]] = {}
         self._made = 0
 
@@ -95,15 +100,15 @@ class Lines:
 
 @functools.lru_cache(REMEMBERED)
 def capture_pool(capture: int) -> tuple[int, int] | None:
-    """The memory pool of this capture, which is in progress on the current stream, or None if torch has set up none.
+    """The memory pool of this capture, which is in progress on the current stream; None if it has none.
 
-    None also where the memory is not torch's own, and so nobody says which pool it is of.
+    None also with another allocator than torch's native one, which does not say which pool memory is from.
     """
     if torch.cuda.get_allocator_backend() != "native":
         return None
-    # torch tells the pool of a graph only when it is captured, so ask where a tensor that is made now lies. The
-    # snapshot is of so many objects that Python may collect garbage here. Old graphs in it are destroyed then, by which
-    # the driver takes this capture for disturbed.
+    # torch tells the pool of a graph only after the capture. So allocate a tensor, and look up which pool its memory is
+    # from. The snapshot makes so many objects that Python may collect garbage here. If that destroys old graphs, the
+    # driver invalidates this capture, unless the thread is `relaxed`.
     with relaxed():
         address = torch.empty(1, dtype=torch.uint8, device="cuda").data_ptr()
         for segment in torch.cuda.memory_snapshot():
@@ -115,9 +120,10 @@ def capture_pool(capture: int) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def outside_captures(device: torch.device) -> Iterator[None]:
-    """What is enqueued and allocated here is part of no graph, also while one is captured on the current stream.
+    """In this context nothing becomes part of a graph, also while one is captured on the current stream.
 
-    It is on a stream of its own. What is to be kept is allocated by `iris.cuda_graphs.kept.keep`.
+    The current stream is another one here. Memory that outlives the context is allocated by
+    `iris.cuda_graphs.kept.keep`.
     """
     if device.type != "cuda":
         yield
@@ -128,9 +134,9 @@ def outside_captures(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def relaxed() -> Iterator[None]:
-    """Where this thread may allocate, and load kernels, also while a graph is captured.
+    """In this context the thread may allocate memory and load kernels, also while a graph is captured.
 
-    The driver refuses what might disturb a capture where the thread does not say that it knows (CUDA Driver API,
+    In other capture modes than "relaxed" the driver refuses such calls (CUDA Driver API,
     cuThreadExchangeStreamCaptureMode).
     """
     mode = ctypes.c_int(RELAXED)
@@ -143,18 +149,18 @@ def relaxed() -> Iterator[None]:
 
 
 def a_graph_lives() -> bool:
-    """Whether this process has CUDA graphs that were not destroyed.
+    """Whether this process has CUDA graphs that have not been destroyed.
 
-    From version 2.26 on NCCL waits, when a communicator ends, until no CUDA graph is left in which it was captured, and
-    a program's graphs may live until its end (NVIDIA, "CUDA Graph Best Practice for PyTorch", "Process Hang").
+    From version 2.26 on, ending an NCCL communicator waits until all CUDA graphs are destroyed that have captured it. A
+    program's graphs may live until its end (NVIDIA, "CUDA Graph Best Practice for PyTorch", "Process Hang").
     """
     return any(issubclass(type(each), torch.cuda.CUDAGraph) for each in gc.get_objects())
 
 
 def refuse_in_capture(call: str) -> None:
-    """Raise `FirstUseInCaptureError` for a ``call`` in a capture that has to be made before.
+    """Raise `FirstUseInCaptureError` if a graph is being captured. ``call``: what must first be called outside of it.
 
-    Before anything that the driver refuses there, so that the capture, though not complete, can be ended.
+    Called before anything that the driver refuses in a capture, so that the program can still end the capture.
     """
     if not mode.ACTIVE and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise FirstUseInCaptureError(call)
@@ -162,6 +168,6 @@ def refuse_in_capture(call: str) -> None:
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream on which the host's own copies do not wait for kernels."""
-    # Of high priority, since torch hands out such streams from a pool that few others take theirs from.
+    """A stream for the library's own copies, which then do not wait for kernels of the program."""
+    # torch hands out streams from a pool, in turns. Few take high-priority ones, so this one is hardly shared.
     return torch.cuda.Stream(device, priority=-1)

@@ -1,10 +1,10 @@
-"""Memory of a GPU that outlives the call which allocates it: never from a pool that others have set up.
+"""Allocates GPU memory that the library keeps, never from a memory pool that the program or torch has set up.
 
 While a thread runs what ``torch.compile(mode="reduce-overhead")`` is about to capture, all that it allocates comes from
-the graphs' pool, and a tensor that is left there and is no result is an error ("not tracked as outputs"); a later graph
-would write over it (torch/_inductor/cudagraph_trees.py, `_use_cuda_memory_pool_manager`). ``torch.cuda.use_mem_pool``
-does the same to a thread, and of two such pools the outer one counts, so a pool of the library's own would not help.
-Both go by the thread. So what is kept is allocated by a thread of its own.
+the pool of the graphs. A tensor that stays there and is no result is an error ("not tracked as outputs"), as a later
+graph would overwrite it (torch/_inductor/cudagraph_trees.py, `_use_cuda_memory_pool_manager`).
+``torch.cuda.use_mem_pool`` sets a pool for a thread as well. Of two pools the outer one is used, so a pool of the
+library's own would not help. But both hold only for their thread. So `keep` allocates in a new thread.
 """
 
 import threading
@@ -20,12 +20,13 @@ Made = TypeVar("Made")
 
 
 def keep(make: Callable[[], Made], device: torch.device) -> Made:
-    """What ``make()`` returns: tensors on ``device`` that are to be kept. Local; blocks the host until they are filled.
+    """Call ``make``, which makes tensors on ``device`` that are to be kept, and return its result.
 
-    On a GPU it runs in another thread, on a stream that waits for nothing, also while a graph is captured.
+    Local; blocks the host until the tensors are filled. On a GPU ``make`` runs in another thread, on a stream that
+    waits for nothing, also while a graph is captured.
     """
     if device.type != "cuda":
-        # What is made in inference mode could not be written outside it.
+        # Tensors that are made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):
             return make()
     made: Future = Future()

@@ -4,12 +4,16 @@
 
     dist.init_process_group("cuda:iris")           # or "cpu:gloo,cuda:iris"
 
+This file has the methods that torch calls: collectives, send and recv, windows. Each calls ``ctx.ccl``. What a group is
+apart from its calls is in `iris.distributed.group`; `iris.distributed.calls` puts a method on a stream and makes the
+`torch.distributed.Work` that it returns.
+
 Contract
 --------
 *A collective is enqueued on the current stream*, like any kernel: it follows what was enqueued before, and what is
-enqueued after it follows it, whether or not anyone calls `wait`. With ``async_op=True``, which all ranks say or none,
-it is on a stream of the group's own, on few multiprocessors. Messages have a stream for each peer and direction, or
-programs that send before they receive would wait for each other.
+enqueued after it follows it, whether or not anyone calls `wait`. With ``async_op=True`` it runs on a stream of the
+group's own, on few multiprocessors; all ranks pass it, or none does. send and recv have a stream for each peer and
+direction: on one stream, ranks that send before they receive would wait for each other.
 
 *Ranks use streams in the same order*: a group's n-th stream meets the n-th of the other ranks.
 
@@ -37,16 +41,16 @@ from iris.distributed.calls import (
     HostBarrierWork,
     SimulatedMessage,
     check_splits,
-    deal_out,
+    concatenate,
+    copy_each,
     exchange,
-    flat,
     on_a_stream,
 )
 from iris.distributed.group import NAME, ProcessGroupBase
 from iris.distributed.window import Window
 from iris.errors import InvalidCollectiveError, InvalidGroupError, IrisError
 from iris.simulator.streams import Stream
-from iris.world.members import await_all, introduce
+from iris.world.members import await_all, keep_processes
 
 
 class ProcessGroup(ProcessGroupBase):
@@ -61,10 +65,10 @@ class ProcessGroup(ProcessGroupBase):
         pass
 
     def end_coalescing(self, device: torch.device) -> dist.Work:
-        # After the calls before it on that stream.
+        # The returned work has an event on the stream of the coalesced calls, so it is over when they are.
         enqueue, sign = observer.beside("coalescing", self, EnqueuedWork, in_thread=False)
         stream = self.stream_for("collectives", device)
-        assert not isinstance(stream, Stream)  # which only messages have
+        assert not isinstance(stream, Stream)  # the simulator's streams are for send and recv alone
         with torch.cuda.stream(stream):
             return sign(enqueue([], device))
 
@@ -83,27 +87,27 @@ class ProcessGroup(ProcessGroupBase):
     @on_a_stream
     def broadcast(self, ccl: Collectives, tensors: list[Tensor], opts: Any) -> Any:
         for tensor in tensors:
-            ccl.broadcast(tensor, self._rank_in_world(opts.rootRank))
+            ccl.broadcast(tensor, self._global_rank(opts.rootRank))
         return tensors
 
     @on_a_stream
     def reduce(self, ccl: Collectives, tensors: list[Tensor], opts: Any) -> Any:
         for tensor in tensors:
             output = tensor if opts.rootRank == self.rank() else None
-            ccl.reduce(output, tensor, self._rank_in_world(opts.rootRank), op=opts.reduceOp)
+            ccl.reduce(output, tensor, self._global_rank(opts.rootRank), op=opts.reduceOp)
         return tensors
 
     @on_a_stream
     def allgather(self, ccl: Collectives, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         for parts, mine in zip(outputs, inputs, strict=True):
             if all(part.numel() == mine.numel() for part in parts):
-                together = mine.new_empty(self.size(), mine.numel())
-                ccl.all_gather(together, mine)
-                deal_out(list(together), parts)
-            else:  # on every rank, for all know all sizes
+                gathered = mine.new_empty(self.size(), mine.numel())
+                ccl.all_gather(gathered, mine)
+                copy_each(list(gathered), parts)
+            else:  # All ranks know all sizes, so all of them come here.
                 parts[self.rank()].copy_(mine)
                 for rank, part in enumerate(parts):
-                    ccl.broadcast(part, self._rank_in_world(rank))
+                    ccl.broadcast(part, self._global_rank(rank))
         return outputs
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
@@ -128,11 +132,11 @@ class ProcessGroup(ProcessGroupBase):
     def reduce_scatter(self, ccl: Collectives, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
             if all(part.numel() == output.numel() for part in parts):
-                ccl.reduce_scatter(output, flat(parts), op=opts.reduceOp)
+                ccl.reduce_scatter(output, concatenate(parts), op=opts.reduceOp)
             else:
                 for rank, part in enumerate(parts):
                     target = output if rank == self.rank() else None
-                    ccl.reduce(target, part, self._rank_in_world(rank), op=opts.reduceOp)
+                    ccl.reduce(target, part, self._global_rank(rank), op=opts.reduceOp)
         return outputs
 
     @on_a_stream
@@ -164,7 +168,7 @@ class ProcessGroup(ProcessGroupBase):
         check_splits("output", output, output_rows, self.size())
         check_splits("input", input, input_rows, self.size())
         if output_rows or input_rows:
-            receive, send = (self._elements(x, rows) for x, rows in ((output, output_rows), (input, input_rows)))
+            receive, send = (self._split_counts(x, rows) for x, rows in ((output, output_rows), (input, input_rows)))
             exchange(ccl, received, input.contiguous(), receive, send)
         else:
             ccl.all_to_all(received.view(-1), input.reshape(-1))
@@ -178,74 +182,76 @@ class ProcessGroup(ProcessGroupBase):
     def alltoall(self, ccl: Collectives, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         receive, send = ([part.numel() for part in parts] for parts in (outputs, inputs))
         received = inputs[0].new_empty(sum(receive))
-        exchange(ccl, received, flat(inputs), receive, send)
-        deal_out(received.split(receive), outputs)
+        exchange(ccl, received, concatenate(inputs), receive, send)
+        copy_each(received.split(receive), outputs)
         return outputs
 
     @on_a_stream
     def gather(self, ccl: Collectives, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
-        here, mine = opts.rootRank == self.rank(), inputs[0]
-        together = mine.new_empty(self.size(), mine.numel()) if here else None
-        sizes = [output.numel() for output in outputs[0]] if here else []
-        if here and sizes != [mine.numel()] * self.size():
-            # As a root that refuses what it alone gives, so that nobody waits for it.
+        is_root, mine = opts.rootRank == self.rank(), inputs[0]
+        gathered = mine.new_empty(self.size(), mine.numel()) if is_root else None
+        sizes = [output.numel() for output in outputs[0]] if is_root else []
+        if is_root and sizes != [mine.numel()] * self.size():
+            # Only the root has this list, so the other ranks would wait for it. A root that calls without an output is
+            # refused, and breaks the group for them (`iris.ccl.refusal`).
             with contextlib.suppress(IrisError):
-                ccl.gather(None, mine, self._rank_in_world(opts.rootRank))
+                ccl.gather(None, mine, self._global_rank(opts.rootRank))
             raise InvalidCollectiveError(
                 f"gather() brings {mine.numel()} elements from each of {self.size()} ranks; the list has tensors of "
                 f"{sizes}."
             )
-        ccl.gather(together, mine, self._rank_in_world(opts.rootRank))
-        if together is not None:
-            deal_out(list(together), outputs[0])
+        ccl.gather(gathered, mine, self._global_rank(opts.rootRank))
+        if gathered is not None:
+            copy_each(list(gathered), outputs[0])
         return outputs
 
     @on_a_stream
     def gather_single(self, ccl: Collectives, output: Tensor, input: Tensor, opts: Any) -> Any:
-        here = opts.rootRank == self.rank()
-        ccl.gather(output if here else None, input, self._rank_in_world(opts.rootRank))
+        is_root = opts.rootRank == self.rank()
+        ccl.gather(output if is_root else None, input, self._global_rank(opts.rootRank))
         return [output]
 
     @on_a_stream
     def scatter(self, ccl: Collectives, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         parts = inputs[0] if opts.rootRank == self.rank() else None
-        ccl.scatter(outputs[0], parts, self._rank_in_world(opts.rootRank))
+        ccl.scatter(outputs[0], parts, self._global_rank(opts.rootRank))
         return outputs
 
     def barrier(self, opts: Any = None) -> dist.Work:
         device = opts.device if opts is not None and opts.device is not None else torch.device(self.device_type)
         if device.type == "cpu" and self._has_gloo():
-            work = self._beside(device).barrier(opts)
+            work = self._cpu_group(device).barrier(opts)
             return work if self._context is None else HostBarrierWork(self._context, work)
         context = self.context(device, "barrier")
         context.ccl.barrier()
         return BarrierWork(context)
 
-    # Messages, matched by their order: a tag changes nothing ----------------------------------------------------------
+    # send and recv, matched by their order: a tag changes nothing -----------------------------------------------------
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
-        return self._message("send", tensors, dst, tag)
+        return self._send_or_recv("send", tensors, dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
-        return self._message("recv", tensors, src, tag)
+        return self._send_or_recv("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
         raise InvalidCollectiveError("The Iris backend receives from a rank that it knows: give recv() a src.")
 
-    def _message(self, call: str, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
+    def _send_or_recv(self, call: str, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
+        """Enqueue ``call``, "send" or "recv", on the stream for this peer and direction."""
         device = tensors[0].device
         if device.type != self.device_type:
-            return getattr(self._beside(device), call)(tensors, peer, tag)
+            return getattr(self._cpu_group(device), call)(tensors, peer, tag)
         context = self.context(device, call)
         ccl, stream = context.ccl, self.stream_for((call, peer), device)
 
         def enqueue() -> None:
             with torch.no_grad():
                 for tensor in tensors:
-                    getattr(ccl, call)(tensor, self._rank_in_world(peer))
+                    getattr(ccl, call)(tensor, self._global_rank(peer))
 
         if isinstance(stream, Stream):
-            # The ranks meet here, if it is the first use of the group.
+            # The first use of the group makes the communicator, and the ranks meet for it on the host.
             flag = ccl.communicator().abort_flag
             flag.check()
             enqueue, sign = observer.beside(call, stream, enqueue, in_thread=True)
@@ -259,10 +265,11 @@ class ProcessGroup(ProcessGroupBase):
                 return EnqueuedWork(tensors, device)
 
         before = self._connecting.get((call, peer))
-        at_once = not isinstance(ccl, CollectivesOverHosts) or ccl.sends_at_once(self._rank_in_world(peer))
+        at_once = not isinstance(ccl, CollectivesOverHosts) or ccl.sends_at_once(self._global_rank(peer))
         if is_current_stream_capturing() or (at_once and (before is None or before.is_over())):
             return begin()
-        # The ranks meet on the host, and this one may have to make other calls before the other rank comes.
+        # Connecting waits for the other rank on the host, which may need other calls of this rank first. So a thread
+        # connects.
         connecting = ConnectingMessage(tensors, device, begin, before)
         self._connecting[call, peer] = connecting.enqueued
         return connecting
@@ -275,7 +282,7 @@ class ProcessGroup(ProcessGroupBase):
         return self._context is None or self._context.num_hosts == 1
 
     def new_window(self, tensor: Tensor | None = None) -> Window:
-        """A window over the ranks' tensors, which are of `allocate_tensor`. Collective; blocks the host.
+        """A window over a tensor of `allocate_tensor` on each rank. Collective; blocks the host.
 
         Without a tensor, `Window.tensor_register` gives it one later. Raises `InvalidGroupError` over several hosts,
         and what `Window.tensor_register` raises.
@@ -293,23 +300,24 @@ class ProcessGroup(ProcessGroupBase):
             window.tensor_register(tensor)
         return window
 
-    def _rank_in_world(self, rank: int) -> int:
+    def _global_rank(self, rank: int) -> int:
         return dist.get_global_rank(self, rank)
 
-    def _elements(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
-        """How many elements there are for each rank: so many ``rows`` of the tensor, or as many for each."""
+    def _split_counts(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
+        """The number of elements for each rank: of ``rows[r]`` rows for rank r; without ``rows``, equal shares."""
         if not rows:
             return [tensor.numel() // self.size()] * self.size()
         return [count * (tensor.numel() // max(tensor.shape[0], 1)) for count in rows]
 
 
 def create(options: Any, backend_options: Any) -> ProcessGroup:
-    """Make the group that torch asks for; what `register_backend` is given. Collective; blocks the host."""
-    # After this torch drops what it made for the CPU, to which other members may still be connecting.
+    """Make a group for torch, which `register_backend` lets call this. Collective; blocks the host."""
+    # When this returns, torch drops the Gloo group that it made for these ranks. Other ranks may still be connecting to
+    # it, so this rank waits for all of them first.
     ranks = options.global_ranks_in_group or range(options.group_size)
     processes = await_all(options.store, options.group_rank, ranks, options.timeout.total_seconds())
     group = ProcessGroup(options)
-    introduce(group, processes)
+    keep_processes(group, processes)
     return group
 
 

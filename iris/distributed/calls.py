@@ -1,4 +1,8 @@
-"""How a method of `iris.distributed` becomes a call on a stream, and the handles of torch.distributed it returns."""
+"""How a method of a process group is put on a stream, and the `torch.distributed.Work` that it returns.
+
+`on_a_stream` decorates the collectives of `iris.distributed.ProcessGroup`. The classes are the works: of calls on a
+GPU's stream (`EnqueuedWork`), of send and recv, and of barriers. At the end is what the methods share.
+"""
 
 import contextlib
 import functools
@@ -22,7 +26,7 @@ from iris.heap.pool import is_handed_out
 from iris.operators.graph_break import breaks_graph
 from iris.simulator.streams import Enqueued
 
-# Enough for most of the link's bandwidth.
+# Of collectives that run beside computation: so many multiprocessors reach most of the link's bandwidth.
 BESIDE_COMPUTATION = Config(comm_sms=32)
 NO_CONTEXT = contextlib.nullcontext()
 
@@ -30,12 +34,12 @@ NO_CONTEXT = contextlib.nullcontext()
 class EnqueuedWork(Work, dist.Work):
     """A call that has been enqueued on the current stream, and the tensors that it writes.
 
-    ``followed``: whether the caller waits at once, on the same stream, so that no event is needed.
+    ``needs_event``: False where the caller waits at once on the same stream, which is in order by itself.
     """
 
-    def __init__(self, outputs: Any, device: torch.device, followed: bool = False) -> None:
+    def __init__(self, outputs: Any, device: torch.device, needs_event: bool = True) -> None:
         dist.Work.__init__(self)
-        has_event = device.type == "cuda" and not followed
+        has_event = device.type == "cuda" and needs_event
         self._outputs, self._device = outputs, device
         self._stream = torch.cuda.current_stream(device) if has_event else None
         Work.__init__(self, has_event, self._stream)
@@ -56,7 +60,7 @@ class EnqueuedWork(Work, dist.Work):
         """A future of the outputs: whoever waits for it lets the current stream wait."""
         future: torch.futures.Future = torch.futures.Future(devices=[self._device] if self._event else None)
         observer.promised(self, future)
-        # It stands for what is on the current stream when it gets its result.
+        # torch's future takes its event on the current stream when its result is set.
         with torch.cuda.stream(self._stream):
             future.set_result(self._outputs)
         return future
@@ -107,10 +111,10 @@ class SimulatedMessage(EnqueuedWork):
 
 
 class ConnectingMessage(dist.Work):
-    """A message on a GPU whose ranks meet on the host first, in a thread, which then enqueues it on its stream.
+    """A send or recv on a GPU whose two ranks have to connect first. A thread connects, and then enqueues the call.
 
-    ``begin`` does both, and returns the handle of what it has enqueued; after it come the messages that have this one
-    as ``before``.
+    ``begin`` does both, and returns the work of what it has enqueued. It runs after the thread of ``before``, the
+    message before this one between the same ranks, is over.
     """
 
     def __init__(
@@ -152,14 +156,14 @@ class ConnectingMessage(dist.Work):
 
 
 class HostBarrierWork(EnqueuedWork):
-    """A barrier of the hosts, by Gloo, of a group that has been used on the GPU as well."""
+    """A barrier among the host processes, by Gloo, in a group that has also been used on the GPU."""
 
     def __init__(self, context: Iris, barrier: dist.Work) -> None:
         super().__init__([], context.device)
         self._context, self._barrier = context, barrier
 
     def wait(self, timeout: object = None) -> bool:
-        """Return when all ranks have come. Raises what has broken the group, as far as it is known."""
+        """Return when all ranks have come. Raises what is known to have broken the group."""
         self._barrier.wait()
         self._context._raise_recorded()
         self._context._check_whole(None)
@@ -170,7 +174,7 @@ class HostBarrierWork(EnqueuedWork):
 
 
 class BarrierWork(EnqueuedWork):
-    """A barrier, for which the host waits too."""
+    """A barrier on the stream. `wait` also lets the host wait for it."""
 
     def __init__(self, context: Iris) -> None:
         super().__init__([], context.device)
@@ -189,7 +193,7 @@ class BarrierWork(EnqueuedWork):
 
 
 class BesideComputation:
-    """``ccl`` for calls that the program does not wait for at once: on few multiprocessors, the rest computes."""
+    """``ccl`` for calls that run beside computation: each gets the configuration `BESIDE_COMPUTATION`."""
 
     def __init__(self, ccl: Collectives) -> None:
         self._ccl = ccl
@@ -201,22 +205,23 @@ class BesideComputation:
 
 
 def beside_computation(group: Any, ccl: Collectives) -> Collectives | BesideComputation:
-    """The one of a group whose ``ccl`` this is."""
+    """``ccl``, the group's, for calls beside computation. Made at the first call."""
     if group.beside_computation is None:
-        # Over hosts each step is chosen, and takes no configuration.
+        # Collectives over several hosts take no configuration: they choose one for each step.
         group.beside_computation = ccl if isinstance(ccl, CollectivesOverHosts) else BesideComputation(ccl)
     return group.beside_computation
 
 
 def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
-    """A method that torch calls, from ``method(self, ccl, ...)``, which enqueues it and returns what it writes.
+    """Decorate ``method(self, ccl, ...)``, which enqueues a collective and returns the tensors that it writes.
 
-    On the current stream; what is asked for with ``async_op=True``, as DDP does, on one of the group's own, beside
-    what the program enqueues next. That is on few multiprocessors, and so are calls with tensors of
-    ``allocate_tensor``. With tensors on the CPU beside a GPU it is the method of the CPU's backend instead.
+    The result is the method that torch calls, and returns a work. The collective goes on the current stream. With
+    ``async_op=True``, which DDP uses, it goes on a stream of the group's own, beside what the program enqueues next,
+    and takes few multiprocessors. So do calls with tensors of ``allocate_tensor``. Where the tensors are on the CPU
+    and the group is for GPUs, the method of the CPU's backend is called instead.
     """
 
-    # DDP calls it from C++ in what torch.compile has left out of a graph, and would have traced by itself.
+    # DDP calls this from C++ in code that torch.compile has left out of a graph. Dynamo would trace it by itself there.
     @breaks_graph("a process group's calls are for the host")
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
@@ -224,27 +229,27 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
         tensors = tensors_in(values)
         device = tensors[0].device
         if device.type != self.device_type:
-            return getattr(self._beside(device), method.__name__)(*args, **kwargs)
+            return getattr(self._cpu_group(device), method.__name__)(*args, **kwargs)
         context = self.context(device, method.__name__)
-        # Not all calls have options that say so.
+        # torch's options say whether the call is asynchronous. Some calls have no options: then it stays None.
         asked: bool | None = None
         for value in values:
             asked = getattr(value, "asyncOp", asked)
         stream = self.stream_for("collectives", device) if asked else None
-        # Who asks a group for memory has streams of its own, as FSDP2 does.
+        # Programs that use allocate_tensor, as FSDP2 does, call on streams of their own, beside computation.
         beside = asked or any(map(is_handed_out, tensors))
         ccl = beside_computation(self, context.ccl) if beside else context.ccl
 
         def enqueue() -> EnqueuedWork:
-            # Parameters require gradients, and are written all the same. To enter these contexts in vain takes the host
-            # as long as the call.
+            # Parameters require gradients, and a collective may write them. The contexts are entered only where they
+            # are needed: entering them takes the host as long as the call itself.
             writes = torch.no_grad() if torch.is_grad_enabled() else NO_CONTEXT
             with writes, NO_CONTEXT if stream is None else torch.cuda.stream(stream):
                 outputs = method(self, ccl, *args, **kwargs)
                 if stream is not None:
                     self.keep_for(tensors, stream)
                 # torch waits at once for what was not asked for with async_op=True.
-                return EnqueuedWork(outputs, device, followed=asked is False)
+                return EnqueuedWork(outputs, device, needs_event=asked is not False)
 
         if not asked or observer.recorder is None:
             return enqueue()
@@ -265,17 +270,19 @@ def tensors_in(values: Sequence[Any]) -> list[Tensor]:
     return found
 
 
-def flat(parts: Sequence[Tensor]) -> Tensor:
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """The elements of all parts, in one row."""
     return torch.cat([part.reshape(-1) for part in parts])
 
 
-def deal_out(pieces: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def copy_each(pieces: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Copy each piece to its output, which may have another shape."""
     for piece, output in zip(pieces, outputs, strict=True):
         output.copy_(piece.view(output.shape))
 
 
 def check_splits(role: str, tensor: Tensor, rows: Sequence[int], size: int) -> None:
-    """That the rows of a tensor can be dealt out to ``size`` ranks, as for torch's own backends."""
+    """Raise `InvalidCollectiveError` unless ``rows`` splits the tensor among ``size`` ranks, as torch's backends do."""
     there = tensor.shape[0] if tensor.dim() else 1
     if not rows and there % size:
         raise InvalidCollectiveError(
@@ -292,14 +299,15 @@ def check_splits(role: str, tensor: Tensor, rows: Sequence[int], size: int) -> N
 def exchange(
     ccl: Collectives | BesideComputation, output: Tensor, input: Tensor, receive: list[int], send: list[int]
 ) -> None:
-    """Counts of elements, a rank each; what is for or from a rank lies after that of the rank before."""
+    """all_to_all with ``send[r]`` elements to rank r and ``receive[r]`` from it. Both lie in the order of the ranks."""
     if (
         isinstance(ccl, CollectivesOverHosts)
         and len({*receive, *send}) == 1
         and output.is_cuda
         and is_current_stream_capturing()
     ):
-        # Over hosts a graph can hold parts of equal sizes alone; elsewhere those of other ranks may be unequal.
+        # Over several hosts a graph can hold only an exchange of equal parts. Other calls must not take this branch:
+        # the counts of other ranks, which this rank does not know, may be unequal.
         ccl.all_to_all(output.view(-1), input.view(-1))
         return
     receive_from, send_from = ([0, *accumulate(counts[:-1])] for counts in (receive, send))

@@ -1,8 +1,8 @@
-"""The context of a process group's members, whatever its backend; of operators that name such a group.
+"""The Iris context of any process group, whatever its backend: operators of compiled graphs name such a group.
 
-Whether there can be one has to be known before its members meet, since graphs are compiled at different times, or come
-from a cache, on each rank. So each process writes once where it runs, into the store of torch's default group; what
-follows from that is the same on all ranks.
+torch.compile has to know whether a group can have a context before its ranks meet to make it: each rank compiles its
+graphs at another time, or takes them from a cache. So each process writes once where it runs into the store of torch's
+default group. All ranks decide from what is there, and so decide alike.
 """
 
 from collections import Counter
@@ -24,15 +24,15 @@ from iris.world.placement import find_host, gpus_out_of_reach
 from iris.world.store import await_keys, put, shared_client
 
 DEFAULT_DEVICE = torch.device("cpu" if simulator.ACTIVE else "cuda")
-# Seconds that a cache is worth waiting, once, for others to say where they run.
+# Seconds that `known_reasons`, which the compile cache asks, waits once for other ranks to say where they run.
 PATIENCE_S = 5.0
 
-# Of groups of other backends. They live until torch destroys the group, since graphs may have captured their memory.
+# Those of other backends' groups. They live until torch destroys the group: graphs may have captured their memory.
 _contexts: dict[dist.ProcessGroup, Iris] = {}
 
 
 def context_of(group: dist.ProcessGroup, device: torch.device | None = None) -> Iris:
-    """The context of the members of ``group``, with an empty heap, on ``device`` or else on the current one.
+    """The context of ``group``, with an empty heap, on ``device`` or, without one, on the current device.
 
     The first call for a group is collective over it and blocks the host. In the capture of a CUDA graph it raises
     `FirstUseInCaptureError`.
@@ -46,15 +46,16 @@ def context_of(group: dist.ProcessGroup, device: torch.device | None = None) -> 
 
 
 class Place(NamedTuple):
-    """Where a process runs: its host, its GPU and those that this cannot access, by their UUIDs."""
+    """Where a process runs: its host, and the UUIDs of its GPU and of the GPUs that this one cannot access."""
 
     host: str
     gpu: str | None
     out_of_reach: list[str]
 
 
-# Of ranks of the world, by the store of torch's default group.
+# The places that are known, by global rank, for each store of a default group. A program may initialise torch again.
 _places: WeakKeyDictionary[dist.Store, dict[int, Place]] = WeakKeyDictionary()
+# The stores at which `known_reasons` has waited.
 _waited: WeakSet[dist.Store] = WeakSet()
 
 
@@ -70,10 +71,10 @@ def say_place() -> None:
 
 
 def why_no_context(name: str) -> str | None:
-    """Why the ranks of the process group with this name can have no context; None if they can. The same on all ranks.
+    """Why the process group with this name can have no context; None if it can. The same on all ranks.
 
-    Waits until these have compiled a graph, or called `iris.accelerate`. Raises `IrisTimeoutError` if one does not
-    within the time limit of the default group.
+    Waits until all of its ranks have said where they run, as each does when it compiles a graph or calls
+    `iris.accelerate`. Raises `IrisTimeoutError` if one does not within the time limit of the default group.
     """
     group = group_named(name)
     if group in _contexts or isinstance(group, ProcessGroupBase) and group.has_context:
@@ -88,7 +89,10 @@ def why_no_context(name: str) -> str | None:
 
 
 def known_reasons() -> dict[str, str] | None:
-    """What `why_no_context` says of this rank's groups, of those that can have none; None if that is not known yet."""
+    """This rank's groups that can have no context, by name, and why (`why_no_context`).
+
+    None if some rank has not said yet where it runs.
+    """
     if not dist.is_initialized():
         return {}
     groups = list(existing_groups())
@@ -101,6 +105,7 @@ def known_reasons() -> dict[str, str] | None:
 
 
 def _why(group: dist.ProcessGroup) -> str | None:
+    """`why_no_context` of a group of which all places are known."""
     if _is_fake(group) or _is_fake(dist.group.WORLD):
         return "there are no other ranks, as the backend is fake"
     places = [_places[default_store()][rank] for rank in dist.get_process_group_ranks(group)]
@@ -116,7 +121,10 @@ def _why(group: dist.ProcessGroup) -> str | None:
 
 
 def _wait_for_places(group: dist.ProcessGroup, seconds: float | None = None) -> list[int]:
-    """Those of the group that have not said where they run, after as many seconds at most. None: torch's limit."""
+    """Wait until the group's ranks have said where they run. Returns those that have not, by global rank.
+
+    ``seconds``: how long to wait at most; None: the time limit of the store.
+    """
     if _is_fake(group) or _is_fake(dist.group.WORLD):
         return []
     say_place()
@@ -140,7 +148,7 @@ def _store() -> dist.Store:
 
 
 def _is_fake(group: dist.ProcessGroup | None) -> bool:
-    """Whether the group is torch's for programs that are looked at in one process."""
+    """Whether this is a group of torch's fake backend, which plays all ranks in one process and moves nothing."""
     return group is not None and dist.get_backend(group) == "fake"
 
 
@@ -153,6 +161,6 @@ def _forget_destroyed_groups() -> None:
         context._release()
 
 
-# Graphs of torch.compile name groups. One from Inductor's cache runs in a process that has not made it, so the context
-# is made when an operator first runs.
+# An operator of a compiled graph names a group. The graph may come from Inductor's cache, in a process that has not
+# compiled it. So the context is made when an operator first runs.
 make_contexts_with(context_of)

@@ -1,4 +1,7 @@
-"""A group of ``torch.distributed`` apart from its calls: its context, its names and devices, how it is split."""
+"""A group of ``torch.distributed`` apart from its calls: its context, its names and devices, how it is split.
+
+`iris.distributed.ProcessGroup` derives from the class here and adds the calls.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -21,15 +24,15 @@ NAME = "iris"
 
 
 class ProcessGroupBase(dist.ProcessGroup):
-    """A group without collectives and messages, which `iris.distributed.ProcessGroup` adds.
+    """A group without collectives, send and recv, which `iris.distributed.ProcessGroup` adds.
 
-    Up to torch 2.13 Python may stand for a whole process group, and not for one of its backends.
+    It replaces torch's whole group and is no backend in one, as up to torch 2.13 no backend can be written in Python.
     """
 
-    # torch asks backends for these before it uses what not all of them have.
+    # What torch asks of a backend: whether it has what not all backends have.
     supports_coalescing = supports_time_estimate = False
     supports_splitting = True
-    # Of a backend, which split_group() copies.
+    # split_group() copies the options of the parent's backend; there are none.
     options = None
     _bound_device_id: torch.device | None = None
 
@@ -46,19 +49,19 @@ class ProcessGroupBase(dist.ProcessGroup):
         self._is_shut_down = False
         self._gloo: dist.ProcessGroup | None = None
         self._streams: dict[Any, torch.cuda.Stream | Stream] = {}
-        # Of messages to and from each peer on another host: the last one that has met it on the host, or is about to.
+        # By call (send or recv) and peer on another host: the thread that connects for the latest message.
         self._connecting: dict[Any, Enqueued] = {}
 
     @property
     def has_context(self) -> bool:
-        """Whether there is one by now."""
+        """Whether the group's context has been made."""
         return self._context is not None
 
     def context(self, device: torch.device, call: str = "context") -> Iris:
         """The group's context, on ``device``. The first call is collective over the group and blocks the host.
 
-        Its heap is empty, for the collectives take tensors from anywhere. Raises `FirstUseInCaptureError` where
-        ``call`` is the first of the group and in a capture.
+        Its heap is empty, as the collectives take tensors from anywhere. Raises `FirstUseInCaptureError` where
+        ``call`` is the first of the group, and is captured in a CUDA graph.
         """
         if self._context is None:
             if self._is_shut_down:
@@ -78,7 +81,7 @@ class ProcessGroupBase(dist.ProcessGroup):
 
     getBackendName = name
 
-    # torch's own groups have their names and devices from their backends.
+    # torch's own groups take their names and devices from their backends.
     @property
     def group_name(self) -> str:  # type: ignore[override]
         return self._name
@@ -93,17 +96,17 @@ class ProcessGroupBase(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         # To split a group, torch up to 2.11 asks for its backend for "cuda", whatever its device is.
         its_own = (self.device_type, "cuda") if simulator.ACTIVE else (self.device_type,)
-        return self if device.type in its_own else backend_of(self._beside(device), device)
+        return self if device.type in its_own else backend_of(self._cpu_group(device), device)
 
-    def _beside(self, device: torch.device) -> dist.ProcessGroup:
-        """The group with the same ranks for tensors on the CPU beside a GPU."""
+    def _cpu_group(self, device: torch.device) -> dist.ProcessGroup:
+        """The Gloo group of the same ranks, for tensors on the CPU in a group for GPUs."""
         if device.type != "cpu" or not self._has_gloo():
             raise WrongDeviceError(
                 f"The Iris backend of this group works on {self.device_type}, and was given a tensor on {device}. Move "
                 'it, or give that device a backend: dist.init_process_group("cpu:gloo,cuda:iris").'
             )
         if self._gloo is None:
-            # What torch made for the CPU went away with the group that this one replaces.
+            # torch made one, too, but dropped it with the group that this one replaces.
             store, kind = dist.PrefixStore("gloo", self._store), dist.ProcessGroup.BackendType.GLOO
             gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=self._timeout)
             self._gloo = dist.ProcessGroup(store, self.rank(), self.size())
@@ -140,20 +143,20 @@ class ProcessGroupBase(dist.ProcessGroup):
         return self.memory(device).empty(size, dtype)
 
     def memory(self, device: torch.device) -> SymmetricMemory:
-        """What `allocate_tensor` hands out."""
+        """The memory from which `allocate_tensor` takes."""
         if self._memory is None:
             self._memory = SymmetricMemory(self.context(device, "allocate_tensor"))
         return self._memory
 
     def stream_for(self, use: Any, device: torch.device) -> torch.cuda.Stream | Stream | None:
-        """The group's own stream for some calls, after what is on the current one.
+        """The group's own stream for one ``use``, made to wait for what is on the current stream.
 
-        In the simulator messages have one, and collectives None.
+        ``use``: "collectives", or ("send" or "recv", peer). None for collectives in the simulator.
         """
         return None if use == "collectives" and device.type != "cuda" else stream_of(self._streams, use, device)
 
     def keep_for(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """Their memory is not given to others before the stream is done, though they may die before."""
+        """Keep the tensors' memory from being reused before ``stream`` is done, though the tensors may die before."""
         if stream is None:
             return
         for tensor in tensors:
@@ -167,7 +170,7 @@ class ProcessGroupBase(dist.ProcessGroup):
             if self.device_type == "cuda":
                 torch.cuda.synchronize(self._context.device)
             self._context._release()
-        # With its connection to the store. Programs keep groups that they have destroyed.
+        # Programs keep groups that they have destroyed. So what holds memory and a connection to the store goes here.
         self._context, self._memory, self._is_shut_down = None, None, True
         self.beside_computation = None
         self._gloo = None
@@ -181,7 +184,7 @@ class ProcessGroupBase(dist.ProcessGroup):
             return
         why = f"rank {self._context.cur_rank} called abort()"
         if self._context.num_hosts > 1:
-            # The flag is seen on this host. Those of others find it in the place of a meeting.
+            # The abort flag is seen on this host alone. Ranks of other hosts learn it from the store.
             self._context._world.group.break_off(why)
         else:
             self._context._workspaces[None].abort_flag.abort(f"{why}.")
@@ -195,9 +198,9 @@ class ProcessGroupBase(dist.ProcessGroup):
         So torch's split_group(), which asks for one, gets the current one. Raises `InvalidGroupError` there in the
         simulator.
         """
-        # Who asks makes the difference. torch reads this property in other places as well, and no value would do for
-        # all: None ends split_group(); from any device new_group() concludes that NCCL may split this group's
-        # communicator (split_from), and barrier() that the program has chosen that device.
+        # The answer depends on the caller, as torch reads this property in several places and no value fits all. None
+        # makes split_group() fail. A device makes new_group() split this group's communicator by NCCL (split_from), and
+        # barrier() take it for the device that the program has chosen.
         if self._bound_device_id is not None or not is_split_group(sys._getframe(1).f_code):
             return self._bound_device_id
         if self.device_type == "cpu":
@@ -220,7 +223,7 @@ class ProcessGroupBase(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> "ProcessGroupBase | None":
-        """The group of these of this group's ranks; None where this rank is none of them. Local: it meets when used."""
+        """The group of some ``ranks`` of this one; None if this rank is not among them. Local: it meets when used."""
         if self.rank() not in ranks:
             return None
         part = type(self)(
@@ -246,12 +249,13 @@ class ProcessGroupBase(dist.ProcessGroup):
 
 
 def stream_of(streams: dict[Any, torch.cuda.Stream | Stream], use: Any, device: torch.device) -> Any:
-    """That one of ``streams`` which is for some calls, after what is on the current one; made at the first of them."""
+    """The stream for ``use`` in ``streams``, made to wait for what is on the current stream. Made at the first use."""
     if device.type != "cuda":
         return streams.setdefault(use, Stream())
     stream = streams.get(use)
     if not isinstance(stream, torch.cuda.Stream):
-        # Before computation that waits for a place as well: all other ranks wait for the last one.
+        # High priority: where computation waits for a multiprocessor too, communication gets it first, since all other
+        # ranks wait for the last one.
         stream = streams[use] = torch.cuda.Stream(device, priority=-1)
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream

@@ -7,15 +7,17 @@
 
 Contract
 --------
-*Calls are enqueued on the current stream*; with ``async_op=True`` on one of the window's own, after it: puts and
-signals on one, waits for each peer on another. They return a work: ``wait()`` lets the current stream wait.
+*Calls are enqueued on the current stream*. With ``async_op=True`` they are enqueued on streams of the window's own,
+after what is on the current one: puts and signals on one stream, the waits for each peer on another. All calls return a
+work, whose ``wait()`` lets the current stream wait.
 
-*A signal comes after the puts before it* on its stream, so who has waited for it sees them. Signals of a rank to a peer
-are counted: each ends one wait, and none is lost. What is read or written through `map_remote_tensor` is ordered by
-signals in the same way, and by nothing else.
+*A signal comes after the puts before it* on its stream, so whoever has waited for it sees them. Signals from a rank to
+a peer are counted: each ends one wait, and none is lost. Accesses through `map_remote_tensor` are ordered by signals in
+the same way, and by nothing else.
 
-A put is a copy by torch, which takes no multiprocessor for plain memory. Flags are set and awaited by kernels of one
-program: one begins when the copy before it is over (CUDA C++ Programming Guide, "Streams").
+A put is a copy by torch: of plain memory the copy engine makes it, and it takes no multiprocessor. A kernel of one
+program sets a flag, and another waits for one. The kernel that sets it begins when the copy before it is over (CUDA C++
+Programming Guide, "Streams").
 """
 
 import functools
@@ -44,12 +46,13 @@ from iris.simulator.streams import Stream
 if TYPE_CHECKING:
     from iris.distributed.group import ProcessGroupBase
 
-# int32 of a rank: how often each peer has signalled, and how many of these signals have been awaited.
+# A rank's int32 counts, of which peers write the first half. Word p: how often rank p has signalled. Word AWAITED + p:
+# how many of those signals this rank has waited for.
 AWAITED = tl.constexpr(MAX_RANKS)
 COUNTS = 2 * MAX_RANKS
 
 
-# One binary for all peers.
+# `do_not_specialize`: one binary for all peers.
 @triton.jit(do_not_specialize=["peer"])
 def signal_peer(context_tensor, counts, peer, W: tl.constexpr):
     gdc_wait()
@@ -68,10 +71,13 @@ def await_peer(context_tensor, counts, peer, W: tl.constexpr):
 
 
 class Window:
-    """That of one rank. Made by all ranks of a group, as is each call of `tensor_register`; the rest is one-sided."""
+    """One rank's end of a window. All ranks of the group make it, and register and deregister tensors together.
+
+    All other methods are one-sided.
+    """
 
     def __init__(self, group: "ProcessGroupBase", device: torch.device, number: int) -> None:
-        """Collective; blocks the host. ``number``: of the group's windows, the same on all ranks."""
+        """Collective; blocks the host. ``number`` counts the group's windows, and is the same on all ranks."""
         self._group, self._device = group, device
         self._context = group.context(device, "new_window")
         self._comm = self._context.ccl.communicator()
@@ -82,10 +88,10 @@ class Window:
             kernel: prepare(kernel, (1, 1, 1), *self._memory, 0, self._comm.size, num_warps=1)
             for kernel in (signal_peer, await_peer)
         }
-        # By rank in the group.
+        # The registered tensor of each rank, by rank in the group.
         self._tensors: list[torch.Tensor] = []
         self._owned: torch.Tensor | None = None
-        # Its own, since what waits on one window may be what lets a wait on another end.
+        # Each window has its own: a wait on one window may have to end before a signal of another is sent.
         self._streams: dict[Any, torch.cuda.Stream | Stream] = {}
 
     def tensor_register(self, tensor: torch.Tensor, owning: bool = True) -> None:
@@ -97,8 +103,8 @@ class Window:
         Raises
         ------
         InvalidCollectiveError
-            Another tensor is registered; this one is no contiguous tensor of `allocate_tensor`, on any rank; or the
-            ranks' tensors differ. On all ranks but for the first.
+            On this rank: the window has a tensor already. On all ranks: the tensor of one of them is not contiguous,
+            or is not from `allocate_tensor`; or the ranks' tensors differ in shape or dtype.
         """
         if self._tensors:
             raise InvalidCollectiveError("This window has a tensor. Call tensor_deregister() first, on all ranks.")
@@ -129,7 +135,7 @@ class Window:
         self._owned = tensor if owning else None
 
     def tensor_deregister(self) -> None:
-        """Let go of the tensor. Collective; blocks the host: no rank may be using it any more."""
+        """Let go of the tensor. Collective; blocks the host. No rank may be using the tensor any more."""
         self._tensors, self._owned = [], None
         self._comm.workspace.group.all_gather(None, "the end of a tensor's registration with a window")
 
@@ -155,7 +161,7 @@ class Window:
             with torch.no_grad():
                 elements.copy_(tensor.reshape(-1), non_blocking=True)
 
-        return self._carry("put", enqueue, "out", async_op, [tensor])
+        return self._enqueue("put", enqueue, "out", async_op, [tensor])
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
         """The registered tensor of ``rank``, for use by torch and by kernels on this device."""
@@ -166,11 +172,11 @@ class Window:
 
     def signal(self, peer_rank: int, async_op: bool = False, opts: Any = None) -> dist.Work:
         """End a `wait_signal` of ``peer_rank`` for this rank, after all that is on the stream."""
-        return self._carry("signal", self._flags(signal_peer, peer_rank), "out", async_op)
+        return self._enqueue("signal", self._flag_kernel(signal_peer, peer_rank), "out", async_op)
 
     def wait_signal(self, peer_rank: int, async_op: bool = False, opts: Any = None) -> dist.Work:
         """Wait on the stream for the next `signal` of ``peer_rank``."""
-        return self._carry("wait_signal", self._flags(await_peer, peer_rank), ("in", peer_rank), async_op)
+        return self._enqueue("wait_signal", self._flag_kernel(await_peer, peer_rank), ("in", peer_rank), async_op)
 
     def get_attr(self, peer_rank: int) -> Any:
         """torch's attributes of the peer's memory: unified, as its tensor itself is reached. None before torch 2.14."""
@@ -181,7 +187,8 @@ class Window:
         if not 0 <= rank < self._comm.size:
             raise InvalidCollectiveError(f"Rank {rank} of a window: its group has ranks 0 to {self._comm.size - 1}.")
 
-    def _flags(self, kernel: Any, peer: int) -> Callable[[], None]:
+    def _flag_kernel(self, kernel: Any, peer: int) -> Callable[[], None]:
+        """What launches `signal_peer` or `await_peer` for this peer on the current stream."""
         self._check(peer)
         launch, args = self._launches[kernel], addresses((*self._memory, peer, self._comm.size))
 
@@ -193,7 +200,7 @@ class Window:
 
         return enqueue
 
-    def _carry(
+    def _enqueue(
         self,
         call: str,
         enqueue: Callable[[], None],
@@ -201,7 +208,7 @@ class Window:
         async_op: bool,
         tensors: Sequence[torch.Tensor] = (),
     ) -> dist.Work:
-        """Enqueue a call on the current stream, or on the stream for ``queue``."""
+        """Enqueue a call on the current stream or, with ``async_op``, on the window's stream for ``queue``."""
         flag = self._comm.abort_flag
         flag.check()
         if not async_op:

@@ -1,26 +1,26 @@
-"""Why a barrier was not met: who is late, and whether ranks launch different grids or count differently.
+"""Explains a barrier that timed out: who is late, and whether ranks launch different grids or count differently.
 
-From the flags of one rank, int32 or int64 ``[programs, num_ranks]``: in ``flags[p, r]`` stands the last epoch in which
-rank r's program p arrived (`iris.language.barrier`). Ranks that call the same barriers are never more than one epoch
-apart, since nobody passes one that another has not reached.
+It reads the flags of one rank, int32 or int64 ``[programs, num_ranks]``: ``flags[p, r]`` is the last epoch in which
+program p of rank r arrived (`iris.language.barrier`). Ranks that call the same barriers are never more than one epoch
+apart, as no rank passes a barrier that another has not reached.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from iris.world import names
+from iris.errors import names
 
 
 def explain(
     flags: np.ndarray, program: int, epoch: int, own: int | None, arrived: Sequence[int], ranks: Sequence[int]
 ) -> str:
-    """Who has arrived, who has not, and what it looks like, in sentences.
+    """Who has arrived, who has not, and the likely reason, in sentences.
 
     Parameters
     ----------
     flags
-        As above, of this rank, read after the wait was given up. One row, if only that of ``program`` is known.
+        This rank's flags, as above, read after the wait was given up. One row, if only that of ``program`` is known.
     program
         The row of the program that gave up first.
     epoch
@@ -28,18 +28,18 @@ def explain(
     own
         The column of this rank; None if its flag is not kept there.
     arrived
-        The columns of the ranks that had arrived then.
+        The columns of the ranks that had arrived when it gave up.
     ranks
-        What the ranks are called, by column.
+        The global ranks, by column.
     """
-    # A program that has given up goes on to its next barriers, as do its neighbours and its peers: all by as much.
-    # Differences wrap, as epochs do.
+    # After a wait that was given up, this program and its peers go on to their next barriers. This rank's own column
+    # says how many epochs past `epoch` that was, for each of its programs. Differences wrap, as epochs do.
     wanted = np.full(len(flags), epoch, flags.dtype)
     beyond = 0
     if own is not None:
         overshoot = flags[program, own] - wanted
         wanted, beyond = flags[:, own] - overshoot, max(0, int(overshoot[0]))
-    # How many epochs each flag is ahead of what was waited for.
+    # By how many epochs each flag is ahead of the one waited for.
     lead = flags - wanted[:, None]
     sentences = []
     if len(arrived):
@@ -73,7 +73,7 @@ def _are(ranks: Sequence[int]) -> str:
 
 
 def _partly(rank: int, there: np.ndarray) -> str:
-    """What to say of a rank of which some programs have arrived and others have not."""
+    """The sentence for a rank of which some programs have arrived and others have not."""
     count, programs = int(there.sum()), len(there)
     if not there[:count].all():
         missing = np.flatnonzero(~there).tolist()

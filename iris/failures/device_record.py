@@ -1,10 +1,14 @@
-"""What a kernel reports to its host: the first thing that went wrong in it, noted in device memory.
+"""The device record: words in device memory in which a kernel reports the first error in it to its host.
 
-Kernels write the record where a wait exceeds its limit (`iris.wait_limit`); with ``IRIS_DEBUG=1``, where they reach a
-peer by a pointer that is not in their context's heap; and where a lock of `iris.x` holds what only its caller can have
-put there; and where they reach for a rank of another host (`iris.language.locality`). The host looks at it whenever it
-has drained a stream anyway. With neither the limit nor debug mode switched on, and with one host, only kernels that use
-`iris.x` have code for it.
+Kernels write it (`iris.language.failures.write_record`)
+
+* where a wait exceeds its limit (`iris.wait_limit`);
+* with ``IRIS_DEBUG=1``, where a pointer through which they reach a peer is not in their context's heap;
+* where a lock of `iris.x` holds a value that no kernel of Iris stores there;
+* where they address a rank of another host (`iris.language.locality`).
+
+The host reads it whenever it has drained a stream anyway, and raises the error (`DeviceRecord.raise_if_claimed`). On
+one host, with neither the limit nor debug mode switched on, only kernels that use `iris.x` have code for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,34 +24,49 @@ from iris.errors import (
     MismatchedCollectiveError,
     NotSymmetricError,
     RemoteRankError,
+    names,
 )
 from iris.failures.barrier_diagnosis import explain
 from iris.heap.history import debugging
 from iris.heap.mapping import locate, lost_at
 from iris.heap.symmetric import SymmetricHeap
 from iris.wait_limit import NANOSECONDS, VARIABLE
-from iris.world import names
 
-# Words of the record. Of a barrier, SEEN is a bit for each rank from FIRST on that has arrived, of RANKS ranks; of
-# data, a bit for each rank whose data are missing. PROGRAMS: of the launch. Of a foreign lock, WANTED is its rank.
+# The words of a record, int64.
+#
+#   CLAIMED          NOTED or GAVE_UP once a kernel has written the record, else 0
+#   CLOCK            the latest time that a waiting program has read (`iris.language.failures.nanoseconds`)
+#   PROGRAM          which of the launch's PROGRAMS has written it
+#   FLAG             the address of the flag, pointer or lock
+#   WANTED, SEEN     the value waited for, and the value found; otherwise by kind:
+#                    barrier: SEEN has a bit for each rank from FIRST on that has arrived
+#                    data: SEEN has a bit for each rank whose data are missing
+#                    foreign: WANTED is the rank of the lock; remote: WANTED is the rank of another host
+#   KIND             an index into KINDS
+#   FIRST, RANKS     the first rank that the flags belong to, and the number of ranks
 CLAIMED, CLOCK, PROGRAM, FLAG, WANTED, SEEN, KIND, FIRST, RANKS, PROGRAMS = range(10)
 WORDS = 10
-# What CLAIMED holds, 0 at first. With a wait that gave up all others of the same record give up; with what is NOTED
-# besides, they wait on: what they wait for comes.
-NOTED, GAVE_UP = 1, 2
-# After them, and not part of what is said once and then forgotten. Of the record of a group (`iris.runtime.abort`):
-# where in the host's memory a kernel copies what it has recorded, and where it stores which number for all members to
-# see; 0 in the record of users' kernels. The address at which kernels that are traced write their events; and the
-# header of a trace without room, for as long as there is no other.
-SECTION, STATE, MEMBER = 10, 11, 12
+# The words after these stay when an error has been raised.
+#
+#   SECTION          of a group's record: the address in host memory to which a kernel copies the record
+#   STATE            of a group's record: the address of the abort flag (`iris.runtime.abort`)
+#   MEMBER           of a group's record: the value that a kernel stores to the abort flag
+#   NOWHERE          operations without a mask on a rank of another host go here instead; nobody reads it
+#   TRACE            the address of the buffer in which traced kernels write their events; at first that of NO_TRACE
+#   NO_TRACE         the header of a buffer without room begins here
+#
+# The first three are 0 in the record of users' kernels. SIZE is the number of words in all.
+SECTION, STATE, MEMBER, NOWHERE = 10, 11, 12, 13
 TRACE, NO_TRACE, SIZE = 15, 16, 19
-# What goes to another host and takes no mask is written there, and nobody reads it.
-NOWHERE = 13
+# When CLAIMED is GAVE_UP, all other waits with this record give up at once. When it is NOTED they wait on, as what they
+# wait for will come.
+NOTED, GAVE_UP = 1, 2
+# A barrier's flags are handled by so many lanes at a time, so the bits of SEEN are of so many ranks.
 BARRIER_LANES = 32
 
-# What the record is about: a wait, by its comparison; a barrier; a pointer; words that carry their own arrival; the
-# queues of a collective; a lock; a lock of tiles that somebody else has written; messages of unequal size; what the
-# root of a collective has refused; a rank of another host, which is WANTED.
+# What the record is about: a wait for a flag, by its comparison; a barrier; a pointer outside the heap; data that are
+# their own flag; the queues of a collective; a lock that is held; a lock of tiles with a foreign value ("foreign");
+# messages of unequal size; a call that the root of a collective has refused; a rank of another host ("remote").
 KINDS = (
     *("eq", "ne", "gt", "ge", "lt", "le", "barrier", "pointer", "data", "queue", "lock", "reached"),
     *("foreign", "size", "refused", "remote"),
@@ -60,32 +79,33 @@ CHECKS_POINTERS: bool = debugging()
 
 
 class DeviceRecord:
-    """The records of one rank's device: that of users' kernels, and one for each group of the library's own.
+    """The records of one rank's device: one for users' kernels, and one for each group's own kernels.
 
-    They are apart, since once a wait has expired all waits of kernels with the same record give up at once: the calls
-    of other groups go on.
+    They are separate because all waits with one record give up as soon as one of them has: calls of other groups are
+    not to.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._records: list[torch.Tensor] = []
-        # Where events go, on the host as well: a group is first used while kernels wait, for which nothing may wait.
+        # The address of the trace buffer, for records of later groups. It is kept on the host: kernels may be waiting
+        # when a group is first used, so reading it from the device could block for ever.
         self._trace: int | None = None
         self.address = self._make({}).data_ptr()
         self._words = self._records[0][:WORDS]
 
     def of_group(self, section: int, state: int, member: int) -> torch.Tensor:
-        """One more record, whose kernels report to the host too: see `iris.runtime.abort`."""
+        """A record for a group's kernels, which also report to the host's memory: see `iris.runtime.abort`."""
         return self._make({SECTION: section, STATE: state, MEMBER: member})
 
     def trace_into(self, buffer: torch.Tensor) -> None:
-        """Have kernels that are traced write their events there. The caller keeps the memory alive."""
+        """Have traced kernels write their events into ``buffer``. The caller keeps it alive."""
         self._trace = buffer.data_ptr()
         for words in self._records:
             words[TRACE] = self._trace
 
     def raise_if_claimed(self, rank: int, describe: Callable[[int], str | None], host_of: Callable[[int], str]) -> None:
-        """Raise what a drained stream's kernels of users have recorded, and forget it.
+        """Raise the error that users' kernels have recorded, if there is one, and clear the record. After a drain.
 
         Copies from the device. ``describe`` turns an address into words, or returns None; ``host_of`` names a rank's
         host.
@@ -99,7 +119,7 @@ class DeviceRecord:
         ForeignLockValueError
             A kernel found a lock of `iris.x` that somebody else had written.
         RemoteRankError
-            A kernel reached for the memory of a rank on another host.
+            A kernel addressed the memory of a rank on another host.
         """
         words = self._words.tolist()
         if words[CLAIMED]:
@@ -122,7 +142,7 @@ class DeviceRecord:
 def error_of(
     words: list[int], rank: int, describe: Callable[[int], str | None], ranks: Sequence[int] = ()
 ) -> IrisError:
-    """What a kernel of this ``rank`` has recorded, as an error. ``ranks``: of the group, in the world."""
+    """The error that a kernel of this ``rank`` has recorded. ``ranks``: the global ranks of its group."""
     kind, who = KINDS[words[KIND]], f"Rank {rank}: program {words[PROGRAM]} of a kernel"
     if kind == "size":
         return unequal(words, rank, ranks)
@@ -153,14 +173,14 @@ def error_of(
 
 
 def from_afar(words: list[int], rank: int, ranks: Sequence[int]) -> str:
-    """The same of a kernel of another rank, whose addresses mean nothing here."""
+    """The text for a record of another rank's kernel, whose addresses mean nothing here."""
     if KINDS[words[KIND]] == "size":
         return str(unequal(words, rank, ranks))
     return f"A kernel of rank {rank} waited for more than {NANOSECONDS / 1e9:g} s and gave up."
 
 
 def unequal(words: list[int], rank: int, ranks: Sequence[int]) -> MismatchedCollectiveError:
-    """Messages of unequal size, which the receiver, ``rank``, has recorded."""
+    """The error of messages of unequal size, which the receiver, ``rank``, has recorded."""
     return MismatchedCollectiveError(
         f"The sizes of messages do not agree: rank {ranks[words[FIRST]]} sent {words[SEEN]} bytes, where rank {rank} "
         f"receives {words[WANTED]}. Nothing of that message was received. Give both calls tensors, or counts, of the "
@@ -169,7 +189,7 @@ def unequal(words: list[int], rank: int, ranks: Sequence[int]) -> MismatchedColl
 
 
 def _arrivals(words: list[int]) -> str:
-    """Who has come to a barrier, by this rank's copy of its flags as it is now."""
+    """Who has come to a barrier, in words, by this rank's copy of its flags as it is now."""
     first, size, program = words[FIRST], words[RANKS], words[PROGRAM]
     arrived = [rank for rank in range(size) if not first <= rank < first + BARRIER_LANES or _bit(words, rank - first)]
     found = locate(words[FLAG])
@@ -181,7 +201,8 @@ def _arrivals(words: list[int]) -> str:
     dtype = np.dtype(np.int64 if block is not None and block.dtype.itemsize == 8 else np.int32)
     row = size * dtype.itemsize
     begin, programs = at - first * dtype.itemsize, 1
-    # The flags of a user's barrier are those of all programs. In the library's memory each waits for a row of its own.
+    # In a user's barrier the flags of all programs are one tensor, so all rows are read. In the library's memory only
+    # the row of this program is known.
     if block is not None:
         whole = begin - program * row
         if whole >= block.offset and whole + words[PROGRAMS] * row <= block.offset + block.size:
@@ -193,7 +214,7 @@ def _arrivals(words: list[int]) -> str:
 
 
 def _queues(words: list[int]) -> str:
-    """Who is behind in a collective, by what each rank has posted (`iris.ccl.queue`)."""
+    """Who is behind in a collective, in words, by what each rank has posted (`iris.ccl.queue`)."""
     late = [rank for rank in range(words[RANKS]) if not _bit(words, rank)]
     found = locate(words[FLAG])
     if found is None:
@@ -208,7 +229,7 @@ def _queues(words: list[int]) -> str:
 
 
 def _sources(words: list[int]) -> str:
-    """Whose data are missing."""
+    """Whose data are missing, in words."""
     late = [rank for rank in range(BARRIER_LANES) if _bit(words, rank)]
     found = locate(words[FLAG])
     if not late or found is None:

@@ -1,7 +1,8 @@
-"""What a process with a GPU does when the ranks of a rail have made differing calls (`iris.world.rail_calls`).
+"""Ends a process with a GPU when ranks of a rail have made differing calls, which `iris.world.rail_calls` finds out.
 
-They wait for each other in kernels, for as long as torch lets them. So the process says at once which calls differ, and
-ends with `MismatchedCollectiveError` after a grace, unless it has closed the rail (`iris.failures.process_end`).
+Such ranks wait for each other in NCCL's kernels until torch's time limit. So a thread prints at once which calls
+differ. After a grace period it ends the process with `MismatchedCollectiveError` (`iris.failures.process_end`), unless
+the program has closed the rail.
 """
 
 import threading
@@ -13,14 +14,14 @@ from iris.world import rail_calls
 from iris.world.rail_calls import RailCalls
 
 
-def _attend(calls: RailCalls, error: MismatchedCollectiveError) -> None:
-    """Called by the thread that looks at the rails, which goes on at once."""
+def _on_differing_calls(calls: RailCalls, error: MismatchedCollectiveError) -> None:
+    """A listener of `rail_calls`. Its thread must not wait here."""
     say(f"{type(error).__name__}: {error} This rank is {place()}. {_outlook()}")
     if ABORTS:
-        threading.Thread(target=_await_end, args=(calls, error), name="iris-differing-calls", daemon=True).start()
+        threading.Thread(target=_end_after_grace, args=(calls, error), name="iris-differing-calls", daemon=True).start()
 
 
-rail_calls.listeners.append(_attend)
+rail_calls.listeners.append(_on_differing_calls)
 
 
 def _outlook() -> str:
@@ -30,7 +31,7 @@ def _outlook() -> str:
     return f"This process goes on, as {VARIABLE}=report says. {debug}"
 
 
-def _await_end(calls: RailCalls, error: MismatchedCollectiveError) -> None:
+def _end_after_grace(calls: RailCalls, error: MismatchedCollectiveError) -> None:
     time.sleep(GRACE_S)
     if not calls.closed:
         end_by(error)

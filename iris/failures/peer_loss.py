@@ -1,8 +1,9 @@
-"""What a process with a GPU does when one of its peers has ended.
+"""Ends a process with a GPU when one of its peers has ended, as its kernels may wait for that peer for ever.
 
-Kernels may wait for that one for ever, and the host for them in a call that no signal interrupts. So a thread says at
-once what is known, and ends the process with `PeerLostError` after a grace if it is still so
-(`iris.failures.process_end`). Meetings on the host, and kernels in the simulator, raise the error by themselves.
+The host then waits for the kernels, in a call of the driver that no signal interrupts. So a thread prints at once what
+is known. After a grace period it ends the process with `PeerLostError` (`iris.failures.process_end`), if the process
+still shares memory with the peer, or its GPU is still at work. Meetings on the host, and kernels in the simulator,
+raise the error by themselves.
 """
 
 import atexit
@@ -20,45 +21,46 @@ from iris.world.peers import Peer
 
 # How many of the library's calls are listed at most: those that were used last.
 MOST_CALLS = 3
-# How often to look whether kernels wait for a rank whose program has ended well.
+# How often to look whether kernels wait for a rank whose program has ended with status 0.
 INTERVAL_S = 1.0
 
-# The devices whose memory is shared with a rank that has ended. The lock is held while a thread waits for them.
+# The devices whose memory is shared with a rank that has ended. A thread holds the lock while it waits for them.
 _devices: set[torch.device] = set()
 _draining = threading.Lock()
 
 
-def _attend(peer: Peer) -> None:
-    """Called by the thread that watches the peers, which goes on at once."""
+def _on_peer_end(peer: Peer) -> None:
+    """A listener of `iris.world.peers`. Its thread must not wait here."""
     if mode.ACTIVE:
         return
-    touched = _touched()
-    _devices.update(mapping.device for mapping in touched)
-    if touched or _steps(peer):
-        threading.Thread(target=_await_end, args=(peer,), name="iris-peer-loss", daemon=True).start()
+    shared = _shared_with_lost()
+    _devices.update(mapping.device for mapping in shared)
+    if shared or _steps(peer):
+        threading.Thread(target=_end_after_grace, args=(peer,), name="iris-peer-loss", daemon=True).start()
 
 
-peers.listeners.append(_attend)
+peers.listeners.append(_on_peer_end)
 
 
-def _touched() -> list[Mapping]:
-    """The memory in use that is shared with a rank that has ended."""
+def _shared_with_lost() -> list[Mapping]:
+    """The mappings in use that are shared with a rank that has ended."""
     return [mapping for mapping in mappings() if mapping.memory is not None and mapping.lost(well=True)]
 
 
 def _steps(peer: Peer) -> list[str]:
-    """What groups of the peer are doing together right now."""
+    """The steps that groups with this peer are in the middle of (`Group.agree`)."""
     return [group.step for group in list(farewell.groups) if group.step and peer in group.members.processes]
 
 
-def _await_end(peer: Peer) -> None:
+def _end_after_grace(peer: Peer) -> None:
+    """The thread: print what has happened, wait, and end the process if it still depends on the peer."""
     if peer.status != 0:
         say(f"{_report()} {_outlook()}")
         time.sleep(GRACE_S)
-        ends = bool(_touched() or _steps(peer)) or not is_done(_drain, GRACE_S)
+        ends = bool(_shared_with_lost() or _steps(peer)) or not is_done(_drain, GRACE_S)
     else:
-        # It may have nothing to do any more: what matters is whether a kernel waits for it.
-        while not (ends := not is_done(_drain, GRACE_S)) and _touched():
+        # The program of the peer ended well, so this one may need nothing of it. Only a kernel that waits matters.
+        while not (ends := not is_done(_drain, GRACE_S)) and _shared_with_lost():
             time.sleep(INTERVAL_S)
         if ends:
             say(f"{_report()} The GPU has been at work for {GRACE_S:g} s since, or waits.")
@@ -67,34 +69,34 @@ def _await_end(peer: Peer) -> None:
 
 
 def _drain() -> None:
-    # The devices are named: a new thread is at the first one, and would make a context there.
+    # Each device is named. Without it, the call would make a CUDA context on device 0, the new thread's current one.
     with _draining:
         for device in list(_devices):
             torch.cuda.synchronize(device)
 
 
-def _let_drain() -> None:
-    """A thread that comes back from C++ while the interpreter ends would end the process by an abort."""
+def _await_drain() -> None:
+    """Wait for a thread in `_drain`: if it returned from C++ while the interpreter ends, the process would abort."""
     if _draining.acquire(timeout=GRACE_S):
         _draining.release()
 
 
-atexit.register(_let_drain)
+atexit.register(_await_drain)
 
 
 def _report() -> str:
     """Who has ended, and where this rank is."""
-    touched = _touched()
-    gone = list(dict.fromkeys(text for mapping in touched for text in mapping.lost(well=True)))
-    own = sorted({mapping.ranks[mapping.rank] for mapping in touched})
+    shared = _shared_with_lost()
+    gone = list(dict.fromkeys(text for mapping in shared for text in mapping.lost(well=True)))
+    own = sorted({mapping.ranks[mapping.rank] for mapping in shared})
     where = f"{names(own).capitalize() if own else 'This rank'} is {place()}."
     return f"{'; '.join(gone)}. {where}"
 
 
 def _outlook() -> str:
     """Which kernels may wait, as far as the library knows, and what will become of this process."""
-    # The device is not asked: some calls wait for others that wait for it, and keep Python from going on meanwhile.
-    owners = [mapping.owner() for mapping in _touched()]
+    # Not by asking the device: such a call may wait for the kernels, and hold the GIL meanwhile.
+    owners = [mapping.owner() for mapping in _shared_with_lost()]
     calls = [name for owner in owners if hasattr(owner, "uses") for name in owner.uses()]
     more = [f"{len(calls) - MOST_CALLS} others"] if len(calls) > MOST_CALLS else []
     whose = ", ".join(["yours", *calls[-MOST_CALLS:], *more])

@@ -1,7 +1,8 @@
-"""How a process with a GPU ends by an error that it cannot raise, as its main thread may wait in the driver for ever.
+"""Ends a process by an error that cannot be raised, as the main thread may wait in the driver for ever.
 
-A thread says at once what is known, and ends the process after a grace if it is still so. ``IRIS_PEER_LOST`` (read when
-Iris is imported): ``abort``, or ``report`` for programs that see to it themselves.
+For `iris.failures.peer_loss` and `iris.failures.differing_calls`: each has a thread that prints what has happened, and
+ends the process after a grace period. ``IRIS_PEER_LOST`` is read when Iris is imported: ``abort``, the default, or
+``report``, with which the process is left to end by itself.
 """
 
 import os
@@ -18,8 +19,9 @@ from iris.errors import InvalidSettingError
 from iris.world import farewell
 
 VARIABLE = "IRIS_PEER_LOST"
+# How long the program has to end, or to close what it shares, before it is ended.
 GRACE_S = 10.0
-# For telling the other ranks why this one ends, which may not return.
+# The time limit of telling the other ranks why this one ends, which may hang.
 TELLING_S = 0.5
 
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
@@ -48,13 +50,16 @@ def end_by(error: Exception) -> None:
 
 
 def say(text: str) -> None:
-    """On standard error, at once."""
+    """Print on standard error, at once."""
     # Not through sys.stderr, whose lock the main thread may hold.
     os.write(2, f"[Iris] {text}\n".encode())
 
 
 def is_done(work: Callable[[], None], limit_s: float) -> bool:
-    """Whether it is done within the limit, in another thread: nothing ends a call that waits for a hung kernel."""
+    """Do ``work`` in another thread, and return whether it is done within the limit.
+
+    If not, the thread is left behind: nothing ends a call that waits for a hung kernel.
+    """
     thread = threading.Thread(target=work, name="iris-process-end", daemon=True)
     thread.start()
     thread.join(limit_s)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 from iris import observer
-from iris.errors import AsymmetricHeapError
+from iris.errors import AsymmetricHeapError, names
 from iris.switches import switched_on
-from iris.world import Group, names
+from iris.world import Group
 
 VARIABLE = "IRIS_DEBUG"
 

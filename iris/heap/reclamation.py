@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from iris.errors import HeapOutOfMemoryError, IrisTimeoutError, readable
+from iris.errors import HeapOutOfMemoryError, IrisTimeoutError, names, readable
 from iris.heap.allocator import Allocator
 from iris.heap.history import Call, History, Summary, tensor_text
 from iris.heap.lifetime import Lifetimes
-from iris.world import Group, names
+from iris.world import Group
 
 # Blocks that have been taken back and whose names are still known.
 REMEMBERED = 1000

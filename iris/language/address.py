@@ -1,7 +1,7 @@
-"""The translation: from a pointer into one rank's heap to the same place in another's.
+"""Translates a pointer into one rank's heap to the same object in another rank's heap.
 
-Every heap holds an object at the same offset, so the two addresses differ by the distance between the two heaps. The
-sum is written so that the compiler can see what it needs for 16-byte accesses, with no hint from the caller:
+An object lies at the same offset in every heap, so the two addresses differ by the distance between the two heaps. The
+addition is written so that the compiler sees what it needs for 16-byte accesses, without a hint from the caller:
 
 * The distance is added as ``(distance >> 4) * (16 // itemsize)`` elements. The multiplication by a constant is what
   Triton's axis analysis reads the divisibility from; hints attached to values get lost when an operation is folded.

@@ -1,4 +1,4 @@
-"""The atomic operations of the device context, on any rank's copy, written once for Triton and Gluon.
+"""The atomic operations of the device context (`iris.language.context`), for Triton and Gluon.
 
 Each returns the old value. ``sem``: "relaxed", "acquire", "release" or "acq_rel", of the whole block; ``scope``: "cta",
 "gpu" or "sys". ``hint``: what the translated pointer is a multiple of, in bytes.

@@ -1,4 +1,8 @@
-"""Flags of many ranks at a time, a lane for each, and the barrier of all ranks that is made of them."""
+"""The barrier of all ranks, and what it is made of: signals to many ranks at a time, and waits for flags of many.
+
+A block has a lane for each rank. The rules of memory order are those of `iris.language.ordering`, which has signals and
+waits for one flag.
+"""
 
 import triton
 import triton.language as tl
@@ -14,23 +18,23 @@ from iris.language.note import note
 from iris.language.ordering import SET, give_up, one_of, poll
 from iris.language.target import threads_per_warp
 
+# A flag is compared as a whole, or it holds two counts, of which the "high" or the "low" half is compared.
 WHOLE = tl.constexpr("whole")
 
-
-# A barrier's flags are exchanged by so many lanes at once: a warp. All releases of a warp share one system fence;
-# a loop over single releases would pay for a fence each.
+# Flags are handled by so many lanes at once: a warp. All releases of a warp share one system fence; a loop over single
+# releases would pay for one each.
 LANES = tl.constexpr(device_record.BARRIER_LANES)
 
 
 @triton.constexpr_function
 def meeting(half):
-    """What flags of that form are for, among the kinds of `iris.failures.device_record`."""
+    """The kind that a failed wait for such flags is recorded as, of `iris.failures.device_record.KINDS`."""
     return "barrier" if half == "whole" else "queue"
 
 
 @triton.constexpr_function
 def warp_layout(num_warps):
-    """A warp of `LANES` lanes; further warps, and the upper half of an AMD wave, hold copies."""
+    """One element for each of `LANES` lanes. Further warps, and the upper half of an AMD wave, hold copies."""
     return gl.BlockedLayout([1], [threads_per_warp()], [num_warps], [0])
 
 
@@ -57,14 +61,14 @@ def count(flags, here, half: tl.constexpr):
 
 @jit
 def behind(flags, wanted, here, half: tl.constexpr):
-    """By how much the slowest of these flags is behind what is ``wanted`` of it; 0 or less: none is."""
-    # A wrapping difference: a count that overflows its type is still the next one.
+    """By how much the slowest of these flags is behind its ``wanted`` value; 0 or less if none is behind."""
+    # A difference that wraps, so that a count that overflows is still past the one before.
     return tl.max(tl.where(here, wanted - count(flags, here, half), 0), axis=0)
 
 
 @jit
 def arrivals(flags, wanted, here, half: tl.constexpr):
-    """A bit for each of `LANES` flags: has it arrived?"""
+    """A bit for each of `LANES` flags: whether it has reached its ``wanted`` value."""
     there = (here == 0) | (wanted - count(flags, here, half) <= 0)
     return tl.sum(tl.cast(there, tl.int64) << lanes(), axis=0)
 

@@ -17,8 +17,9 @@ def host_nanoseconds():
 
 @jit
 def clock():
-    """Nanoseconds on the clock that all programs of this GPU share, as each thread reads it; in order with memory
-    operations, as the compiler is told. In the simulator the host's, which all ranks share.
+    """Nanoseconds on the clock of this GPU, which all of its programs share. Each thread reads it by itself.
+
+    The compiler keeps it in order with memory operations. In the simulator it is the host's clock.
     """
     if in_simulator():
         return host_nanoseconds()
@@ -35,7 +36,7 @@ def clock():
 
 @jit
 def cycles():
-    """What the multiprocessor's own counter says, of NVIDIA's: read in no time, and of no use on another one."""
+    """The cycle counter of this multiprocessor, on NVIDIA: fast to read. Those of two multiprocessors do not agree."""
     if in_simulator():
         return host_nanoseconds()
     else:

@@ -1,19 +1,24 @@
-"""Programs of a cluster exchange numbers through shared memory, which is nearer than the L2 cache.
+"""An all-reduce of a few numbers among the programs of a cluster, through distributed shared memory.
 
-A cluster is programs whose numbers follow each other. NVIDIA's GPUs from compute capability 9.0 on run them at the same
-time, on multiprocessors that reach each other's shared memory (PTX ISA, "Cluster of Cooperative Thread Arrays");
-`iris.runtime.launch.prepare` launches them. The simulator has what is here in `iris.simulator.cluster`; AMD has no
+A cluster is programs with consecutive numbers. NVIDIA's GPUs from compute capability 9.0 on run them at the same time,
+on multiprocessors that access each other's shared memory (PTX ISA, "Cluster of Cooperative Thread Arrays").
+`iris.runtime.launch.prepare` launches them. The simulator does the same in `iris.simulator.cluster`; AMD has no
 clusters.
 
-Most of the time is the trip to another multiprocessor. So a program does not synchronise its warps first: each warp
-adds up its own values and sends the result to all programs, and each thread adds up what arrives.
+A kernel calls `open_meeting`, `enter` and `cluster_all_reduce`, in this order. Most of the time goes to the trip to
+another multiprocessor. So a program does not synchronise its warps first: each warp adds up its own values and sends
+the result to all programs, and each thread adds up what arrives.
 
-Each program has an mbarrier, and a place for the numbers of each warp of each. Why that is in order: a program comes to
-the cluster's barrier with its mbarrier initialised, and its fence shows that to the cluster (PTX ISA, "membar / fence":
-mbarrier_init); warps write to the others after that barrier. Numbers are written by asynchronous stores, which count
-their bytes on the receiver's mbarrier when they are there, a release at the cluster's scope; who awaits the bytes
-acquires at that scope (PTX ISA, "st.async", "mbarrier.try_wait"). No thread ends without the numbers of all, so nobody
-writes to a program that is gone. A launch has one meeting, so nothing is used twice.
+Each program has an mbarrier in its shared memory, and after it a slot for the numbers of each warp of each program. Why
+that is in order:
+
+1. A program initialises its mbarrier before it arrives at the cluster's barrier, and a fence shows that to the cluster
+   (PTX ISA, "membar / fence": mbarrier_init). Warps write to other programs only after that barrier.
+2. Numbers are written by asynchronous stores. When one is there, it counts its bytes on the receiver's mbarrier, a
+   release at cluster scope. A thread that waits for all bytes acquires at that scope (PTX ISA, "st.async",
+   "mbarrier.try_wait").
+3. No thread ends before it has the numbers of all programs. So nobody writes to a program that has ended.
+4. A launch does this once, so no slot is used twice.
 """
 
 import triton
@@ -22,7 +27,7 @@ from triton.language.extra import cuda
 
 from iris.language.address import in_simulator
 
-# How sums are formed, and peaks.
+# The instructions that combine two sums, and two peaks (largest values).
 OPERATIONS = tl.constexpr(("add.f32", "max.NaN.f32"))
 
 
@@ -36,7 +41,7 @@ def simulated(values, peaks, programs):
 
 @triton.constexpr_function
 def opening(numbers):
-    """An mbarrier that awaits so many numbers; 16 bytes after it begin their places."""
+    """PTX of `open_meeting`: makes an mbarrier that awaits so many ``numbers``. Their slots begin 16 bytes after it."""
     return f"""{{
     .reg .pred first;
     .reg .b32 thread;
@@ -53,7 +58,9 @@ def opening(numbers):
 
 @triton.constexpr_function
 def entering(programs, warps, kinds):
-    """Thread k of a warp writes to program k: where its mbarrier is, or 0 if there is none; where the numbers go."""
+    """PTX of `enter`. Thread k of a warp writes to program k, and gets two addresses there: of the mbarrier, or 0 if
+    there is no program k, and of the slot for the numbers of its warp.
+    """
     return f"""{{
     .reg .pred sends;
     .reg .b32 thread, warp, number;
@@ -73,7 +80,7 @@ def entering(programs, warps, kinds):
 
 @triton.constexpr_function
 def combined(operation, names):
-    """Leaves in the first register what comes of all, two by two, so that few additions wait for each other."""
+    """PTX that combines all registers into the first, as a tree, so that few additions wait for each other."""
     code, apart = "", 1
     while apart < len(names):
         for one, other in zip(names[:: 2 * apart], names[apart :: 2 * apart], strict=False):
@@ -84,7 +91,11 @@ def combined(operation, names):
 
 @triton.constexpr_function
 def sending(share, kinds):
-    """Of each kind a thread has a ``share`` of the values. Operands: nothing, mbarriers, places, values, peaks."""
+    """PTX by which a warp combines its values and sends the result to all programs.
+
+    ``share``: how many values a thread has; ``kinds``: 1 for sums, 2 for sums and peaks. Operands, each ``share``
+    times: an unused result, the mbarrier and the slot of `entering`, the values, and the peaks.
+    """
     names = [[f"own{kind}_{k}" for k in range(share)] for kind in range(kinds)]
     code = ""
     for kind, own in enumerate(names):
@@ -107,7 +118,7 @@ def sending(share, kinds):
 
 @triton.constexpr_function
 def receiving(numbers, kinds):
-    """All threads wait, and combine what came in the same order."""
+    """PTX by which each thread waits for all numbers and combines them, all threads in the same order."""
     names, wide = [f"received{k}" for k in range(numbers)], min(4, numbers)
     code = "".join(
         f"ld.shared::cta.v{wide}.b32 {{{', '.join(names[k : k + wide])}}}, [${kinds} + {16 + 4 * k}];\n"
@@ -127,15 +138,15 @@ def receiving(numbers, kinds):
 
 @triton.constexpr_function
 def operands(outputs, inputs):
-    """The constraints of so many registers."""
+    """The constraints of inline assembly with so many registers."""
     return ",".join(["=&r"] * outputs + ["r"] * inputs + ["~{memory}"])
 
 
 @triton.jit
 def open_meeting(PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
-    """Where the memory of a meeting is. All `PROGRAMS` of the cluster call this, `enter` and `cluster_all_reduce`.
+    """Initialise this program's mbarrier. Returns its address. All ``PROGRAMS`` of the cluster call this.
 
-    They are 2, 4, 8 or 16. ``PEAKS``: whether they look for a largest value, too.
+    ``PROGRAMS`` is 2, 4, 8 or 16. ``PEAKS``: whether a largest value is looked for, too.
     """
     tl.static_assert(PROGRAMS == 2 or PROGRAMS == 4 or PROGRAMS == 8 or PROGRAMS == 16, "2, 4, 8 or 16 programs meet")
     if in_simulator():
@@ -147,7 +158,9 @@ def open_meeting(PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
 
 @triton.jit
 def enter(meeting, PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
-    """Wait until all have opened it. Returns what `cluster_all_reduce` takes, which is another thing in each thread."""
+    """Wait until all programs have called `open_meeting`. Returns what `cluster_all_reduce` takes, another in each
+    thread.
+    """
     if in_simulator():
         return 0, 0
     else:
@@ -161,13 +174,14 @@ def enter(meeting, PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
 def cluster_all_reduce(meeting, entered, values, peaks, PROGRAMS: tl.constexpr, PEAKS: tl.constexpr):
     """The sum of all programs' float32 ``values`` and, with ``PEAKS``, the largest of their ``peaks``, NaN if one is.
 
-    The same bits in all of them. Blocks of one dimension, with an element for each thread or more. 4 or 8 bytes from
-    each warp to each program, in one step.
+    All programs get the same bits. ``values`` and ``peaks`` are blocks of one dimension with at least one element for
+    each thread. Each warp sends 4 or 8 bytes to each program, in one step.
     """
     if in_simulator():
         return simulated(values, peaks if PEAKS else tl.zeros_like(values), PROGRAMS)
     else:
-        # What a thread has of a block are the operands of one piece of code: each element is in one thread, wherever.
+        # `pack`: the assembly gets all elements that a thread has as operands at once. Each element is in one thread,
+        # in whatever layout.
         share: tl.constexpr = values.shape[0] // cuda.num_threads()
         tl.static_assert(share > 0, "there must be a value for each thread")
         numbers: tl.constexpr = PROGRAMS * cuda.num_warps() * (1 + PEAKS)

@@ -1,12 +1,15 @@
-"""The device context: what a kernel holds to reach its peers, written once for Triton and Gluon.
+"""The device context: the object in a kernel by which it accesses its peers, for Triton and Gluon.
 
     ctx = iris.DeviceContext.initialize(context_tensor, rank, num_ranks)     # @triton.jit
     ctx = IrisDeviceCtx.initialize(context_tensor)                           # @gluon.jit
 
-Pointers are *rank-relative*: a pointer into the caller's heap, which an operation translates to the same object in the
-heap of the rank that it names. Masks, blocks and scalars work as in ``tl.load`` and ``tl.store``; where the rank is a
-block, each of its elements must be a rank, also where the mask leaves it out. An operation on a
-peer moves the bytes of its unmasked elements over the link, once; on the caller's own rank it is a local access.
+Pointers are *rank-relative*: a kernel gives a pointer into its own heap and a rank, and the operation translates it to
+the same object in the heap of that rank. Masks, blocks and scalars work as in ``tl.load`` and ``tl.store``. The rank
+may be a block, too; then each of its elements must be a valid rank, also those that the mask leaves out. An operation
+on a peer moves the bytes of its unmasked elements over the link, once; on the caller's own rank it is a local access.
+
+The class is put together here. Its loads, stores and atomics are in `iris.language.moves` and `iris.language.atomics`,
+and their memory order is that of `iris.language.ordering`. `iris.language.functional` has the same without a context.
 """
 
 import hashlib
@@ -38,7 +41,7 @@ EQ = tl.constexpr("eq")
 
 
 def _digest() -> str:
-    """Of all that the code generated for a context depends on: these sources, and what is switched on."""
+    """A digest of all that the code generated for a context depends on: these sources, and the settings."""
     files = [*sorted(Path(__file__).parent.glob("*.py")), Path(device_record.__file__)]
     sources = b"".join(file.read_bytes() for file in files)
     return hashlib.sha256(
@@ -48,7 +51,7 @@ def _digest() -> str:
 
 @aggregate
 class DeviceContext:
-    """What a kernel holds to reach its peers: rank, number of ranks, and where each rank's heap is.
+    """What a kernel accesses its peers with: its rank, the number of ranks, and where each rank's heap begins.
 
     Made inside the kernel by `initialize`. For Gluon's kernels it is called ``iris.gluon.IrisDeviceCtx``.
 
@@ -72,7 +75,7 @@ class DeviceContext:
     def __init__(self, cur_rank=None, num_ranks=None, base=None, table=None, tracing=None):
         if table is None:
             refuse(type(self).__name__)
-        # Triton unwraps the constants among a constexpr_function's arguments; they are to stay constants.
+        # Triton passes constants to a constexpr_function as plain values. Here they become constants again.
         self.cur_rank = cur_rank if isinstance(cur_rank, tl.tensor) else tl.constexpr(cur_rank)
         self.num_ranks = num_ranks if isinstance(num_ranks, tl.tensor) else tl.constexpr(num_ranks)
         self.base = base
@@ -83,36 +86,36 @@ class DeviceContext:
 
     @jit
     def translate(self, ptr, rank):
-        """The address of ``rank``'s copy of ``ptr``, for the language's own loads, stores and atomics.
+        """The address of ``rank``'s copy of ``ptr``, for loads, stores and atomics of ``tl``.
 
-        Call it before a loop that goes to the same peer each time: it costs one 8-byte load of the peer's heap base,
+        Call it before a loop that accesses one peer again and again: it costs one 8-byte load of the peer's heap base,
         from a table in the caller's memory.
         """
         if in_simulator():
-            # Where ``ptr`` is used, and under which mask, is not known here.
+            # Which elements of ``ptr`` will be accessed is not known here. With a mask of False only ranks are checked.
             check_reach(ptr, False, self.base, rank)
         base = base_of(self.table, rank)
         if guards(self.table.type):
-            # Under which mask it will be used is not known here. For a rank of another host, which cannot be reached,
-            # it is the caller's own copy.
+            # A rank of another host cannot be accessed. For such a one the result is the caller's own copy, and the
+            # error is recorded now, as the later access does not do so.
             self._within_host(ptr, rank, None)
             base = tl.where(base == 0, self.base, base)
         return translate(ptr, self.base, base)
 
     @jit
     def _peers(self, ptr, rank, mask, hint: tl.constexpr = None):
-        """`translate` of a pointer that is used here and now, under ``mask``; a multiple of ``hint`` bytes."""
+        """`translate` for an access that follows at once, under ``mask``. The result is divisible by ``hint`` bytes."""
         self._check(ptr, mask, rank)
         return translate(ptr, self.base, base_of(self.table, rank), hint)
 
     @jit
     def _within_host(self, ptr, rank, mask):
-        """``mask`` for an access to ``rank``, less what would go to another host. Where accesses are guarded."""
+        """``mask`` without the elements whose ``rank`` is on another host (`iris.language.locality.guarded`)."""
         return guarded(ptr, rank, mask, table=self.table, record=self._record())
 
     @jit
     def _peer_word(self, ptr, rank, hint: tl.constexpr = None):
-        """`_peers` for what takes no mask."""
+        """`_peers` for an operation that takes no mask."""
         target = self._peers(ptr, rank, None, hint)
         if guards(self.table.type):
             return elsewhere(target, self._within_host(ptr, rank, None), self._record())
@@ -121,7 +124,7 @@ class DeviceContext:
 
     @jit
     def _check(self, ptr, mask, rank):
-        """Check that ``ptr`` is in this heap: always in the simulator, on a GPU where it was asked for."""
+        """Check that ``ptr`` is in this heap: always in the simulator, on a GPU with ``IRIS_DEBUG=1``."""
         if in_simulator():
             check_reach(ptr, mask, self.base, rank)
         elif CHECKS_POINTERS:
@@ -185,8 +188,8 @@ class DeviceContext:
     def order_bulk_copies(self):
         """Order what this block has acquired or stored before the copies by TMA that it issues from here on.
 
-        Those access memory through another proxy than loads and stores do (PTX ISA, ``fence.proxy.async``). It goes
-        between `wait` and a copy that fetches what has been waited for. On AMD it does nothing.
+        TMA accesses memory through another proxy than loads and stores do (PTX ISA, ``fence.proxy.async``). So this
+        call goes between `wait` and a copy of the data that were waited for. On AMD it does nothing.
         """
         ordered_bulk_copies()
 
@@ -211,7 +214,7 @@ class DeviceContext:
         self._check(flags_ptr, None, self.cur_rank)
         event = self.tracing.begin_flag("barrier", flags_ptr, rank=self.cur_rank, value=0, mask=None, form="meeting")
         if guards(self.table.type):
-            # The ranks of other hosts would never come.
+            # Ranks of other hosts cannot be signalled, so the barrier would never end: record the error instead.
             note_all_remote(self.table, self.num_ranks, self._record())
             reached = 0
         else:
@@ -220,7 +223,8 @@ class DeviceContext:
             )
         self.tracing.end_flag(event, reached, reached)
 
-    # For the library's own kernels, which wait for many ranks at a time.
+    # For the library's own kernels, which signal many ranks at a time, or wait for many: blocks of a lane for each rank
+    # (`iris.language.barrier`), under the mask ``here``.
 
     @jit
     def _signal_ranks(self, flag_ptr, values, peers, here, op: tl.constexpr = SET):
@@ -258,6 +262,7 @@ class DeviceContext:
 
 @jit
 def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
+    """The context of this rank, with all of its fields given."""
     if in_simulator():
         check_context(rank, num_ranks)
     table = context_tensor + BASES
@@ -271,6 +276,7 @@ def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
 
 @jit
 def identify(context_tensor, rank, num_ranks, tracing: tl.constexpr):
+    """`connect` with rank and number of ranks from the context tensor, where they are None."""
     return connect(
         context_tensor,
         rank_of(context_tensor) if rank is None else rank,
@@ -279,8 +285,8 @@ def identify(context_tensor, rank, num_ranks, tracing: tl.constexpr):
     )
 
 
-# Triton's form takes `tracing` last and Gluon's second. Each takes the other's order too, from programs that name none
-# of the three: True and False are no rank, and a rank is neither.
+# In Triton `tracing` is the last argument, in Gluon the second. Older programs pass all of them by position, some in
+# the other order. Both are accepted: the argument that is True or False is `tracing`, as a rank is neither.
 
 
 @jit
@@ -289,7 +295,7 @@ def initialize(context_tensor, rank=None, num_ranks=None, tracing=False):
 
     ``context_tensor`` is ``ctx.get_device_context()``. Rank and number of ranks are read from it unless they are given;
     given as constexpr, they stay compile-time constants. With ``tracing=True`` the context's operations are recorded.
-    Gluon's form takes ``tracing`` second. Arguments that are not named may come in the other language's order, too.
+    In Gluon ``tracing`` is the second argument. Both languages accept the other's order, too.
     """
     if is_switch(rank):
         return identify(context_tensor, num_ranks, None if is_switch(tracing) else tracing, rank)
@@ -311,9 +317,9 @@ IrisDeviceCtx.__name__ = "IrisDeviceCtx"
 DeviceContext.initialize = staticmethod(initialize)
 IrisDeviceCtx.initialize = staticmethod(initialize_traced_second.gluon)
 for _class in (DeviceContext, IrisDeviceCtx):
-    # Older names, and what Triton's aggregates do not take as members.
+    # Older names. They are properties, which Triton's aggregates do not take as members, so they are set here.
     _class.rank = property(lambda self: self.cur_rank)
     _class.world_size = property(lambda self: self.num_ranks)
-    # A class that is passed to a kernel as a constexpr enters Triton's compile cache by its name alone. The digest
-    # makes an edit of these files, or other settings, recompile the kernels that use it.
+    # A class that is passed to a kernel as a constexpr is known to Triton's compile cache by its name alone. With the
+    # digest in the name, kernels are compiled anew after an edit of these files, and with other settings.
     _class.__qualname__ = f"{_class.__name__}_{_digest()}"

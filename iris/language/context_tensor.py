@@ -1,4 +1,4 @@
-"""The context tensor: what a context of the host hands to kernels, and how these read it."""
+"""The context tensor: what the host's context passes to kernels, and how kernels read it."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,8 @@ import triton.language as tl
 from iris.cuda_graphs.kept import keep
 from iris.language.jit import jit
 
-# The words of the context tensor: rank, num_ranks, a base for each rank, the address of the device record, the size.
+# The words of the context tensor: rank, num_ranks, the heap base of each rank, the address of the device record, and
+# the heap's size in bytes. Device functions call the part from BASES on the *table*.
 RANK = tl.constexpr(0)
 NUM_RANKS = tl.constexpr(1)
 BASES = tl.constexpr(2)
@@ -21,23 +22,25 @@ def context_tensor(rank: int, bases: Sequence[int], size: int, record: int, devi
 
 
 def heap_bases_tensor(bases: Sequence[int], size: int, record: int, device: torch.device) -> torch.Tensor:
-    """What functional operations take: ``[num_ranks]`` of type `table_type`; before it, device record and size."""
+    """What functional operations take: ``[num_ranks]`` of type `table_type`. Two words stand before it in memory: the
+    address of the device record, and the heap's size.
+    """
     words = [record, size, *bases]
     return keep(lambda: torch.tensor(words, device=device).view(table_type(bases, device)), device)[2:]
 
 
 def table_type(bases: Sequence[int], device: torch.device) -> torch.dtype:
-    """Of a table of heap bases: int64; or uint64 where some ranks have no address here, for kernels that are compiled.
+    """The type of a table of heap bases: int64; on a GPU uint64 if some ranks have no address here.
 
-    Their type is what kernels are compiled for, so accesses are guarded (`iris.language.locality`) in kernels that get
-    such a table, and in no others. The simulator looks at every access by itself.
+    A kernel is compiled for the types of its arguments. So accesses are guarded (`iris.language.locality`) in kernels
+    that get a uint64 table, and in no others. The simulator checks every access anyway.
     """
     return torch.uint64 if device.type == "cuda" and 0 in bases else torch.int64
 
 
 @jit
 def word_after_bases(table, word):
-    # By the tensor's own number of ranks, whatever a caller may have passed as `num_ranks`.
+    # The number of ranks is read from the tensor: the kernel may have initialised its context with another one.
     return tl.load(table + tl.load(table - BASES + NUM_RANKS) + word)
 
 

@@ -1,7 +1,11 @@
-"""What goes wrong in a kernel: waits that exceed their time limit, pointers that are not from the heap.
+"""The device's side of errors in kernels: time limits of waits, checks of pointers, and the record that both write.
 
-Waits have a time limit when ``IRIS_WAIT_TIMEOUT_S`` is set (`iris.wait_limit`); a wait that exceeds it records who
-waited for what (`iris.failures.device_record`) and returns. Without a limit none of that is in the generated code.
+Waits have a time limit when ``IRIS_WAIT_TIMEOUT_S`` is set (`iris.wait_limit`). A wait that exceeds it writes who
+waited for what into the device record (`iris.failures.device_record`) and returns. Without a limit none of that is in
+the generated code.
+
+A wait loop starts with ``since = untimed()``. After each poll in vain it calls ``over, since = exceeded(record,
+since)``.
 """
 
 import triton
@@ -16,9 +20,9 @@ KINDS = device_record.KINDS
 WAIT_LIMIT_NS = tl.constexpr(0 if simulator.ACTIVE else wait_limit.NANOSECONDS)
 CHECKS_POINTERS = tl.constexpr(device_record.CHECKS_POINTERS and not simulator.ACTIVE)
 
-# Reading the clock takes two atomics of every program on one word (`nanoseconds`), one after the other where hundreds
-# begin to wait together. A wait that ends in time should not pay for them, so it polls so often before it reads the
-# clock. The limit is late by the time of these polls.
+# A wait polls so often before it reads the clock for the first time. Reading it takes two atomics of every program on
+# one word (`nanoseconds`), which run one after the other where hundreds of programs wait. A wait that ends soon should
+# not pay for that. The limit is late by the time of these polls.
 POLLS_WITHOUT_CLOCK = tl.constexpr(1000)
 
 # The record, in int64 words; `iris.failures.device_record` reads it.
@@ -47,7 +51,7 @@ def kind_code(kind):
 
 @triton.constexpr_function
 def claim_of(code):
-    """What `CLAIMED` holds of the kind with this code."""
+    """The value of `CLAIMED` in a record of the kind with this code."""
     return device_record.NOTED if KINDS[code] in device_record.NOTED_KINDS else device_record.GAVE_UP
 
 
@@ -61,9 +65,9 @@ def linear_program_id():
 def nanoseconds(record):
     """The GPU's clock, the same for all threads of the block."""
     now = clock()
-    # Threads read the clock at different moments, and a loop must leave in all of them at once. A scalar atomic is
-    # done by one thread and its result handed to the others: the latest moment that any program has posted. Read it
-    # again after the maximum: that returns the value before it, which may be old if no wait ran lately.
+    # Threads read the clock at different moments, but all of them must leave the loop at once. A scalar atomic is done
+    # by one thread, and all get its result: the latest time that any program has posted. The second atomic reads it:
+    # what the maximum returns is the value before it, which is old if no wait ran lately.
     tl.atomic_max(record + CLOCK, now, sem="relaxed", scope="gpu")
     return tl.atomic_add(record + CLOCK, tl.cast(0, tl.int64), sem="relaxed", scope="gpu")
 
@@ -71,14 +75,14 @@ def nanoseconds(record):
 @jit
 def expired(record, since):
     """Whether a wait that began at ``since`` has exceeded its limit, or another one of the launch has."""
-    # Once one wait has expired every other that asks gives up: the launch is lost, and should end soon.
+    # Once one wait has given up, all others with this record do: the results are lost, and the kernels should end soon.
     claimed = tl.atomic_add(record + CLAIMED, tl.cast(0, tl.int64), sem="relaxed", scope="gpu")
     return (claimed == GAVE_UP) | (nanoseconds(record) - since > WAIT_LIMIT_NS)
 
 
 @jit
 def untimed(polls: tl.constexpr = POLLS_WITHOUT_CLOCK):
-    """What `exceeded` takes at first: minus the number of polls until it looks at the clock."""
+    """The first ``since`` for `exceeded`: minus the number of polls until it reads the clock."""
     return tl.cast(-polls, tl.int64)
 
 
@@ -97,12 +101,12 @@ def exceeded(record, since):
 
 @jit
 def write_record(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks):
-    """Whoever comes first claims the record and fills it in; the host reads it once the kernel is over.
+    """Claim the record, and fill it in if this program is the first to do so. The host reads it after the kernel.
 
-    Returns whether that was this program.
+    Returns whether this program was the first.
     """
     claim = tl.cast(claim_of(kind), tl.int64)
-    # A maximum: a wait that gives up after what was only noted lets the others give up as well.
+    # A maximum, so that a wait that gives up makes the others give up, also if an error was only noted before.
     before = tl.atomic_max(record + CLAIMED, claim, sem="relaxed", scope="gpu")
     if before == 0:
         tl.store(record + PROGRAM, tl.cast(linear_program_id(), tl.int64))
@@ -119,7 +123,7 @@ def write_record(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_
 
 @jit
 def largest(values):
-    """Of a block of up to three dimensions, or a scalar."""
+    """The largest element of a block of up to three dimensions; of a scalar itself."""
     if values.type.is_block():
         if len(values.shape) == 3:
             values = tl.max(values, axis=2)
@@ -131,7 +135,7 @@ def largest(values):
 
 @jit
 def check_pointer(ptr, mask, base, size, record):
-    """Record a pointer, among those that ``mask`` lets through, outside the heap of ``size`` bytes at ``base``."""
+    """Record an error if a pointer, under ``mask``, is outside the heap of ``size`` bytes at ``base``."""
     address = tl.cast(ptr, tl.int64)
     outside = (address < base) | (address >= base + size)
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Fences, and the barrier among the threads of a block: what every acquire and release is made of."""
+"""Fences, and the barrier among the threads of a block, of which every acquire and release is made."""
 
 import triton
 import triton.language as tl
@@ -13,6 +13,7 @@ from iris.language.target import on_amd, on_nvidia
 
 @triton.jit
 def block_barrier():
+    """All threads of the block meet (``__syncthreads``). On AMD stores may still be under way: see `cta_sync`."""
     tl.debug_barrier()
 
 
@@ -26,7 +27,10 @@ def _gluon_block_barrier():
 
 @jit
 def cta_sync():
-    """Everything that the block's threads did comes before what any of them does next."""
+    """`block_barrier` that orders all that the threads of the block did before what any of them does next.
+
+    On AMD a barrier does not wait for stores of other waves, so each wave first waits for its own.
+    """
     if on_amd():
         tl.inline_asm_elementwise(
             "s_waitcnt vmcnt(0)\n\tv_mov_b32 $0, 0",
@@ -43,7 +47,7 @@ def cta_sync():
 def system_fence():
     """Each thread orders its own earlier accesses before its later ones, for observers anywhere in the system.
 
-    But not an earlier store before a later load of other memory, which takes a fence that is sequentially consistent
+    It does not order an earlier store before a later load of other memory: that takes a sequentially consistent fence
     (PTX ISA, "membar / fence": acq_rel).
     """
     if on_nvidia():
@@ -65,10 +69,10 @@ def system_fence():
 
 @jit
 def fence():
-    """Everything that the block did comes before everything that it will do, for observers anywhere."""
-    # A release is a fence and a later write of the *same* thread (PTX ISA, "Release and acquire patterns"), an
-    # acquire a read and a later fence. So: a barrier before, that each thread's fence be cumulative over what the
-    # others did; then the fence; and a barrier after it, for what one thread has read and others go on from.
+    """Order everything that the block did before everything that it will do, for observers anywhere."""
+    # A release is a fence and a later write of the *same* thread (PTX ISA, "Release and acquire patterns"), an acquire
+    # is a read and a later fence. So there is a barrier before the fence, by which each thread's fence also covers what
+    # the others did. A barrier after it is for what one thread has read before it and others act on after it.
     cta_sync()
     if in_simulator():
         note("fenced")
@@ -78,9 +82,9 @@ def fence():
 
 @jit
 def order_bulk_copies():
-    """What the block has acquired comes before the copies by TMA that its threads issue from here on.
+    """Order what the block has acquired before the copies by TMA that its threads issue from here on.
 
-    They access memory through another proxy than loads and stores do (PTX ISA, "Async proxy").
+    TMA accesses memory through another proxy than loads and stores do (PTX ISA, "Async proxy").
     """
     if in_simulator():
         note("proxy_fenced")
@@ -92,11 +96,11 @@ def order_bulk_copies():
 
 @jit
 def await_bulk_stores():
-    """Until all copies by TMA that the block's threads have issued are in memory: a release is then of them too.
+    """Wait until all TMA stores that the block's threads have issued are in memory. A later release then covers them.
 
-    Gluon's own wait is, before Triton 3.7, only for the reading of their source. (PTX ISA,
-    "cp.async.bulk.wait_group": without .read the writes have been made visible to the thread that issued them; it
-    meets the others in a barrier before the release.)
+    Before Triton 3.7 Gluon's own wait is only for the stores to have read their source. (PTX ISA,
+    "cp.async.bulk.wait_group": without .read the writes are visible to the thread that issued them. That thread meets
+    the others in the barrier before the release.)
     """
     if in_simulator():
         tma.store_wait(0, read_only=False)

@@ -1,4 +1,7 @@
-"""Blocks of numbers in a row, as kernels that are written once for Triton and Gluon want them laid out."""
+"""``tl.arange`` for kernels that are written once for Triton and Gluon.
+
+Triton chooses the layout by itself. Gluon's version has one in which each thread accesses 16 bytes at a time.
+"""
 
 import triton
 import triton.language as tl
@@ -11,14 +14,14 @@ from iris.language.target import threads_per_warp
 
 @triton.constexpr_function
 def flat_layout(block, itemsize, num_warps):
-    """A 1-D layout in which every thread moves 16 bytes at a time, or as much as there is for it."""
+    """A 1-D layout in which each thread has 16 consecutive bytes at a time, or fewer if the block is small."""
     per_thread = max(1, min(16 // itemsize, block // (threads_per_warp() * num_warps)))
     return gl.BlockedLayout([per_thread], [threads_per_warp()], [num_warps], [0])
 
 
 @triton.jit
 def flat(block: tl.constexpr, element: tl.constexpr):
-    """The numbers of ``block`` elements."""
+    """0 to ``block - 1``, laid out for accesses to elements of the type ``element``."""
     return tl.arange(0, block)
 
 
@@ -29,7 +32,7 @@ def _gluon_flat(block: tl.constexpr, element: tl.constexpr):
 
 @triton.jit
 def flat_vectors(count: tl.constexpr):
-    """The numbers of ``count`` vectors of 16 bytes."""
+    """0 to ``count - 1``, laid out for accesses to vectors of 16 bytes."""
     return tl.arange(0, count)
 
 

@@ -1,8 +1,8 @@
-"""The operations of the device context as functions, with ranks and heap bases passed by hand.
+"""The operations of the device context as plain functions, which take the ranks and the heap bases as arguments.
 
-``heap_bases`` is ``ctx.get_heap_bases()``. The caller is one of the two ranks; pointers are into the caller's heap.
-The rank whose address space the pointer is in comes first. ``hint`` asserts that the pointer (or its value along each
-dimension) is a multiple of so many bytes, as ``tl.multiple_of``; it is never needed for 16-byte accesses.
+``heap_bases`` is ``ctx.get_heap_bases()``. The caller is one of the two ranks, and pointers are into the caller's heap;
+each docstring says which rank is the caller. ``hint`` asserts that the pointer (or its value along each dimension) is a
+multiple of so many bytes, as ``tl.multiple_of``; 16-byte accesses never need it.
 """
 
 import triton.language as tl
@@ -25,7 +25,7 @@ def record_of(heap_bases):
 
 @jit
 def tracing_of(heap_bases, rank):
-    """What the caller, which is ``rank``, records with."""
+    """The `Tracing` of the caller, which is ``rank``."""
     if TRACES_ALL:
         return trace_into(record_of(heap_bases), base_of(heap_bases, rank), False)
     else:
@@ -48,7 +48,7 @@ def peer_address(ptr, from_rank, to_rank, heap_bases, mask, hint: tl.constexpr):
 
 @jit
 def within_host(ptr, rank, heap_bases, mask):
-    """``mask`` for an access to ``rank``: see `iris.language.locality`."""
+    """``mask`` without the elements whose ``rank`` is on another host (`iris.language.locality.guarded`)."""
     return guarded(ptr, rank, mask, table=heap_bases, record=record_of(heap_bases))
 
 

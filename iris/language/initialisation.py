@@ -1,4 +1,4 @@
-"""What a device context is initialised with: checks, and the two orders in which programs give it."""
+"""Checks of the arguments of ``initialize``, for `iris.language.context`."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def check_context(rank, num_ranks):
-    """In the simulator: raise unless these can come from a context tensor, before anything is looked up by them."""
+    """In the simulator: raise unless these can be a rank and a number of ranks. Before they are used as an index."""
     from iris.errors import InvalidContextError
 
     rank, num_ranks = (
@@ -21,7 +21,7 @@ def check_context(rank, num_ranks):
 
 @triton.constexpr_function
 def refuse(name):
-    """Raise: a kernel has called the class of this name as if that made a context."""
+    """Raise the error that a kernel has called the context class itself, ``name``, and not its ``initialize``."""
     from iris.errors import InvalidContextError
 
     raise InvalidContextError(
@@ -31,5 +31,5 @@ def refuse(name):
 
 @triton.constexpr_function
 def is_switch(value):
-    """Whether this is True or False, and no number or tensor."""
+    """Whether this is True or False, and not a number or a tensor."""
     return isinstance(value, bool)

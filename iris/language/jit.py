@@ -1,13 +1,13 @@
-"""Device functions and aggregates that are written once and used by Triton's kernels and by Gluon's.
+"""`jit` and `aggregate`: device code that is written once, and used by kernels in Triton and in Gluon.
 
     @jit
     def fence():            # in ``tl``, at the top level of a module; Triton's kernels call it by its name
         ...
     fence.gluon             # what Gluon's kernels call
 
-The Gluon version is the same code over other globals: there ``tl`` is Gluon's language, and every function and class
-that was made here is its own Gluon version. Globals are looked up when a kernel is compiled, so a function may use what
-stands further down. Where the two languages need different code, `gluon_version_of` says what Gluon's is.
+The Gluon version is the same code with other globals: there ``tl`` is Gluon's language, and the name of a function or
+class that was made here gives its Gluon version. Globals are looked up when a kernel is compiled, so a function may use
+names that are defined below it. Where the two languages need different code, `gluon_version_of` registers Gluon's.
 """
 
 from collections.abc import Callable, ItemsView, KeysView
@@ -21,20 +21,20 @@ from triton.experimental.gluon import language as gl
 
 from iris.compat.aggregate import aggregate as triton_aggregate
 
-# What stands for what in Gluon, by the identity of Triton's, which is kept with it: the language, functions, classes.
+# (Triton's object, Gluon's version of it), by id() of the former: the language itself, functions, and classes.
 _versions: dict[int, tuple[Any, Any]] = {id(tl): (tl, gl)}
 
 
 def in_gluon(value: Any) -> Any:
-    """The Gluon version of what was made here, and of ``tl``; anything else as it is."""
+    """The Gluon version of ``tl`` or of what was made here; any other value as it is."""
     return _versions.get(id(value), (value, value))[1]
 
 
 class _GluonGlobals(dict):
-    """The globals of a module as its Gluon versions see them.
+    """The globals of a module as Gluon versions of its functions see them.
 
-    Only a dict can be a function's globals. Triton asks it by the methods below. So does Python, in the simulator; what
-    it has found once it keeps as an item of the dict, since it asks at every use.
+    It is a dict, as nothing else can be the globals of a function. Triton looks names up by the methods below. In the
+    simulator Python itself does, at every use of a name, so `__missing__` stores what it has found.
     """
 
     def __init__(self, module: dict[str, Any]) -> None:
@@ -64,12 +64,12 @@ class _GluonGlobals(dict):
         return dict(self.items()) | others
 
 
-# By module: Triton tells constants of one name apart by the identity of the globals that they are in.
+# By module. One for all functions of a module, as Triton identifies a global by its name and the id of its dict.
 _globals: dict[str, _GluonGlobals] = {}
 
 
 def _over_gluon(function: Callable) -> FunctionType:
-    """The same code over the globals of Gluon."""
+    """A function with the same code, and with Gluon's globals."""
     function = cast(FunctionType, function)
     over = _globals.setdefault(function.__module__, _GluonGlobals(function.__globals__))
     version = FunctionType(function.__code__, over, function.__name__, function.__defaults__, function.__closure__)
@@ -90,14 +90,14 @@ def jit(function: Callable | None = None, **options: Any) -> Any:
 
 
 def gluon_jit(function: Callable | None = None, **options: Any) -> Any:
-    """As ``gluon.jit``, of a function in ``gl`` that calls what was made here: by the name, not by ``.gluon``."""
+    """As ``gluon.jit``, for a kernel in ``gl``. It calls what was made here by its plain name, without ``.gluon``."""
     if function is None:
         return lambda function: gluon_jit(function, **options)
     return gluon.jit(_over_gluon(function), **options)
 
 
 def gluon_version_of(version: Any) -> Callable[[Callable], Any]:
-    """Makes the function, written in ``gl``, the Gluon version of this one of ``triton.jit``."""
+    """Decorate a function in ``gl``, which becomes the Gluon version of ``version``, made by ``triton.jit``."""
 
     def register(function: Callable) -> Any:
         version.gluon = gluon.jit(function)
@@ -110,7 +110,7 @@ def gluon_version_of(version: Any) -> Callable[[Callable], Any]:
 def aggregate(cls: type) -> type:
     """As ``triton.aggregate``, of a class whose methods are made by `jit`; `in_gluon` gives Gluon's version."""
     for name, member in vars(cls).items():
-        # Python's messages call a method by the class, also where it is from another file.
+        # So that messages name a method by its class, also where its function is from another file.
         if hasattr(member, "gluon"):
             member.fn.__qualname__ = f"{cls.__name__}.{name}"
     hidden = ("__dict__", "__weakref__")

@@ -1,8 +1,9 @@
-"""Lamport-style messages: each element is its own flag. One hop, no flag and no fence after the data, no extra bytes.
+"""Lamport-style messages: each element is its own flag. One hop, no extra bytes, and no fence between data and flag.
 
-An element of a floating-point type is sent with its bits inverted, and memory is cleared to zero before: zero is the
-*sentinel*, which says that nothing is here yet. The pattern of all ones, a NaN, would be zero on the way: it is sent as
-another NaN, so NaNs do not keep their bits. Who has read an element clears it before the memory is used again.
+The receiver's memory is cleared to zero before. Zero is the *sentinel*: it says that the element has not come yet. An
+element of a floating-point type is sent with its bits inverted, so 0.0 is not taken for the sentinel. Only a NaN of all
+ones would become zero: it is sent as another NaN, so NaNs do not keep their bits. The reader of an element clears it
+before the memory is used again.
 
 Why this needs no fence: each word is written by one access of 4 or 8 bytes, naturally aligned, and is never seen in
 part (what the manual says and what the hardware does: `iris.language.ll`). It depends on no other memory: the reader
@@ -31,7 +32,7 @@ from iris.language.ordering import signed_type
 
 @triton.constexpr_function
 def word_type(element):
-    """What elements are polled by."""
+    """The integer type of the words in which elements are stored and polled."""
     return tl.int64 if element.primitive_bitwidth == 64 else tl.int32
 
 
@@ -42,19 +43,19 @@ def elements_per_word(element):
 
 @triton.constexpr_function
 def words_per_vector(element):
-    """Of a vector of 16 bytes."""
+    """How many words a vector of 16 bytes has."""
     return 2 if element.primitive_bitwidth == 64 else 4
 
 
 @triton.constexpr_function
 def lowest_bits(element):
-    """Of a word's elements, as one number."""
+    """A word in which the lowest bit of each element is set."""
     return sum(1 << (place * element.primitive_bitwidth) for place in range(elements_per_word(element)))
 
 
 @triton.constexpr_function
 def highest_bit(element, place):
-    """Of the element at this place of a word, as a signed number."""
+    """A word in which the highest bit of the element at this place is set, as a signed number."""
     bit = (place + 1) * element.primitive_bitwidth - 1
     return -(1 << bit) if bit in (31, 63) else 1 << bit
 
@@ -70,13 +71,14 @@ def check_cleared(ptrs, mask):
 
 @triton.constexpr_function
 def bits_below(element):
-    """All bits of a word but the highest of each element, as a signed number."""
+    """A word in which all bits of each element but the highest are set, as a signed number."""
     bits = element.primitive_bitwidth
     return sum(((1 << (bits - 1)) - 1) << (place * bits) for place in range(elements_per_word(element)))
 
 
 @triton.jit
 def laid_out(values, like):
+    """``values``, in Gluon with the layout of ``like``. Every element is in its thread already."""
     return values
 
 
@@ -89,8 +91,8 @@ def _gluon_laid_out(values, like):
 def lamport_send(begin, values, count):
     """Send the first ``count`` of the floating-point ``values`` to ``begin``, a peer's, in whole vectors of 16 bytes.
 
-    ``begin`` points to integers of their width, and is divisible by 16. What follows in the last vector is overwritten.
-    The memory is cleared: by whoever reads it, or as new memory is.
+    ``begin`` points to integers of the elements' width, and is divisible by 16. The rest of the last vector is
+    overwritten, too. The memory is zero before, as new memory is: the reader clears it after each use.
     """
     element: tl.constexpr = values.dtype
     k = flat(values.shape[0] // elements_per_word(element), word_type(element))
@@ -102,13 +104,13 @@ def lamport_send(begin, values, count):
 
 @jit
 def words_at(begin, element: tl.constexpr):
-    """A pointer to elements as one to words of them."""
+    """The pointer ``begin`` as one to the words in which elements are stored."""
     return tl.cast(begin, tl.pointer_type(word_type(element)), bitcast=True)
 
 
 @jit
 def sentinel_mask(k, count, element: tl.constexpr):
-    """The highest bit of each element in the words of numbers ``k`` that is among the first ``count`` elements."""
+    """For each word, by its number ``k``: the highest bit of each element that is among the first ``count``."""
     E: tl.constexpr = elements_per_word(element)
     bits = tl.cast(k * 0, word_type(element))
     for place in tl.static_range(E):
@@ -118,23 +120,24 @@ def sentinel_mask(k, count, element: tl.constexpr):
 
 @jit
 def missing_elements(words, bits, element: tl.constexpr):
-    """Those of the `sentinel_mask` ``bits`` whose elements are zero. Above such a one there may be one too many.
+    """The bits of ``bits`` (`sentinel_mask`) whose elements are zero: 0 if all have come.
 
-    S. E. Anderson, "Bit Twiddling Hacks": determine if a word has a zero byte.
+    If there is such an element, one above it in its word may be reported, too (S. E. Anderson, "Bit Twiddling Hacks":
+    determine if a word has a zero byte).
     """
     return (words - lowest_bits(element)) & (words ^ -1) & bits
 
 
 @jit
 def in_vectors(k, count, element: tl.constexpr):
-    """Which of the words of numbers ``k`` are in a vector of 16 bytes with one of the first ``count`` elements."""
+    """Which words, by their numbers ``k``, are in a vector of 16 bytes with one of the first ``count`` elements."""
     VECTOR: tl.constexpr = words_per_vector(element)
     return k // VECTOR * VECTOR * elements_per_word(element) < count
 
 
 @jit
 def encode(values):
-    """The words in which ``values`` travel: inverted, and of no element zero."""
+    """The words in which ``values`` are sent: with inverted bits, and no element zero."""
     element: tl.constexpr = values.dtype
     E: tl.constexpr = elements_per_word(element)
     word: tl.constexpr = word_type(element)
@@ -151,15 +154,15 @@ def encode(values):
         low = (tl.cast(first, word) & 0xFF) | ((tl.cast(second, word) & 0xFF) << 8)
         words = low | ((tl.cast(third, word) & 0xFF) << 16) | (tl.cast(fourth, word) << 24)
     words = words ^ -1
-    # The highest bit of each element is set in a sum that carries from the bits below into it. So it shows, with the
-    # bit itself, which elements are zero, and no carry leaves an element.
+    # Set the highest bit of each element that is zero. The sum carries into that bit if any bit below it is set, and no
+    # carry leaves an element. So either the sum or the word has that bit set, unless the element is zero.
     below: tl.constexpr = bits_below(element)
     return words | ((((words & below) + below) | words | below) ^ -1)
 
 
 @jit
 def decode(words, like, element: tl.constexpr):
-    """What arrived in ``words``, as elements in the order in which they lie in memory, laid out as ``like``."""
+    """The elements that arrived in ``words``, in the order of memory, with the layout of ``like``."""
     E: tl.constexpr = elements_per_word(element)
     bits: tl.constexpr = signed_type(element)
     words = words ^ -1
@@ -176,7 +179,7 @@ def decode(words, like, element: tl.constexpr):
 
 @jit
 def wanted_bits(k, own, count, STRIDE: tl.constexpr, element: tl.constexpr):
-    """`sentinel_mask`, without rank ``own``'s elements. Each rank has ``STRIDE`` of the words."""
+    """`sentinel_mask` without the elements of rank ``own``, where each rank has ``STRIDE`` words in a row."""
     return tl.where(k // STRIDE == own, 0, sentinel_mask(k, count, element))
 
 
@@ -194,13 +197,13 @@ def lamport_recv(
 ):
     """Wait until the first ``count`` elements of each of ``PARTS`` parts have arrived; returns the words of each.
 
-    Part s is at word ``s * STRIDE`` of the caller's own ``begin``, and comes from rank s; ``WORDS`` of it are returned,
-    a power of two. Or there is one part, which has what comes from every rank, ``STRIDE`` words from each. Nothing is
-    awaited from rank ``own``, whose words are any. ``source``: the rank that all parts come from, if it is one; then
-    ``own`` is -1.
+    Part s comes from rank s, and begins at word ``s * STRIDE`` of the caller's own ``begin``. ``WORDS`` words of each
+    part are returned, a power of two. With ``PARTS`` 1 that one part holds data from every rank, ``STRIDE`` words from
+    each in a row. Nothing is awaited from rank ``own``, and what is returned for it is undefined. ``source``: the rank
+    that all parts come from, if they come from one; ``own`` is -1 then.
 
-    Where the block polls together, and not by warps (`polls_by_warp`), there must be a word for each thread. If two
-    threads polled the same word, the test might take one's value, and the result the other's, which is older.
+    Where the whole block polls together (`polls_by_warp` is false), there must be a word for each thread. If two
+    threads polled the same word, the test might see the value of one, and the result be the other's, which is older.
     """
     begins = words_at(begin, element)
     LOWEST: tl.constexpr = lowest_bits(element)
@@ -255,5 +258,5 @@ def lamport_recv(
 
 @jit
 def lamport_clear(ptrs, mask):
-    """Clear the caller's own ``ptrs`` for the next use, which must be ordered after the end of this kernel."""
+    """Clear the caller's own ``ptrs`` for the next use. The caller orders that use after the end of this kernel."""
     tl.store(ptrs, tl.zeros_like(tl.cast(ptrs, tl.int64)).to(ptrs.dtype.element_ty), mask=mask)

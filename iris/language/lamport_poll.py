@@ -1,9 +1,9 @@
-"""One round of polling for Lamport-style messages; or, on NVIDIA, the whole wait, of each warp for its own data.
+"""The polling of Lamport-style messages (`iris.language.lamport`): by the whole block, or on NVIDIA by each warp.
 
-A loop of Triton's is one for the whole block: whether to go on takes a reduction over all threads. The last of these
-reductions begins only when the last element has come, and takes as long as all that is left to do. But a warp needs no
-other warp's elements. So on NVIDIA the loop is in PTX: each thread polls the vectors of 16 bytes that it has of each
-part, and its warp goes on as soon as its own threads have theirs.
+A loop in Triton is one for the whole block: a reduction over all threads decides whether it goes on. The last of these
+reductions begins when the last element has come, and takes as long as all that is left to do. But no warp needs another
+warp's elements. So on NVIDIA the loop is in PTX: each thread polls the vectors of 16 bytes that it has of each part,
+and a warp goes on as soon as its own threads have theirs.
 """
 
 import triton
@@ -15,13 +15,13 @@ from iris.language.jit import jit
 from iris.language.ordering import load_relaxed
 from iris.language.target import on_nvidia
 
-BYTES = 16  # that a thread reads at once, at most
-VECTORS = 16  # of all parts, that a thread awaits in one loop
+BYTES = 16  # of a vector: the most that a thread reads in one access
+VECTORS = 16  # that a thread awaits in one loop, of all parts together
 
 
 @triton.constexpr_function
 def polls_by_warp(element):
-    """Whether warps wait each for itself. Elements of 8 bytes are rare."""
+    """Whether each warp waits by itself. Not for elements of 8 bytes, which are rare."""
     return on_nvidia() and element.primitive_bitwidth <= 32
 
 
@@ -29,19 +29,19 @@ def polls_by_warp(element):
 def vectors_at_once(NUMBER, THREADS, PARTS):
     """How many vectors of each part a thread awaits in one loop: all that it has, or as many as its registers hold.
 
-    A power of two, which divides what it has.
+    A power of two that divides the number that it has.
     """
     return max(1, min(NUMBER // THREADS, VECTORS >> (PARTS - 1).bit_length()))
 
 
 @triton.constexpr_function
 def wait_in_ptx(PARTS, STRIDE, LOWEST, POLLS, TOGETHER):
-    """Assembly that waits for 4 words of each of so many parts, ``STRIDE`` bytes from each other.
+    """PTX that waits for ``TOGETHER`` vectors of 4 words of each part. Parts are ``STRIDE`` bytes apart.
 
-    Of ``TOGETHER`` vectors, whose loads are under way at once. Operands, each for all vectors: the words of all parts;
-    then the address in part 0, the number of the part not to wait for, and for each word the bits of the elements that
-    are wanted. ``LOWEST``: the lowest bit of each element of a word. It ends after so many ``POLLS`` in any case; 0 is
-    for ever.
+    The loads of all vectors are under way at once. Operands, each for all vectors: the words of all parts (results);
+    then the address in part 0, the number of the part not to wait for, and for each of the 4 words the bits of the
+    elements that are awaited. ``LOWEST``: `iris.language.lamport.lowest_bits`. ``POLLS``: after how many rounds the
+    loop ends in any case; 0: never.
     """
     operand = [[f"${number * TOGETHER + vector}" for vector in range(TOGETHER)] for number in range(4 * PARTS + 6)]
     address, own = 4 * PARTS, 4 * PARTS + 1
@@ -95,9 +95,10 @@ def words_of(PARTS):
 def wait_by_warp(
     begins, own, bits, PARTS: tl.constexpr, STRIDE: tl.constexpr, LOWEST: tl.constexpr, POLLS: tl.constexpr
 ):
-    """The words of each part at ``begins + part * STRIDE``, in a tuple, once none of their elements is missing.
+    """Wait until the awaited elements have come. Returns a tuple: the words of each part.
 
-    ``bits``: four blocks of the bits of the elements that are wanted in word 0, 1, 2 and 3 of each vector of 16 bytes.
+    Part p is at ``begins + p * STRIDE``. ``bits``: four blocks, with the bits of the awaited elements of word 0, 1, 2
+    and 3 of each vector of 16 bytes.
     """
     NUMBER: tl.constexpr = bits[0].shape[0]
     TOGETHER: tl.constexpr = vectors_at_once(NUMBER, cuda.num_threads(), PARTS)
@@ -119,7 +120,7 @@ def wait_by_warp(
 
 @jit
 def poll_once(begins, own, k, mask, PARTS: tl.constexpr, STRIDE: tl.constexpr):
-    """The words of numbers ``k`` of each part, as they are now. All loads are under way together."""
+    """The words of each part as they are now, by their numbers ``k``. All loads are under way together."""
     words = ()
     for part in tl.static_range(PARTS):
         words += (load_relaxed(begins + (part * STRIDE + k), mask & (own != part)),)

@@ -1,9 +1,9 @@
 """LL messages: each word of 8 bytes is 4 bytes of data and 4 of flag, as in NCCL's protocol of that name.
 
-For any data, in one hop, at twice the bytes. A separate flag would cost a fence between data and flag, and a second
-trip for the reader, from the flag to the data. Here a message takes one trip over the link. The flag is the number of a
-round, the *epoch*. A reader waits until it is the one that it expects: so it tells this round's word from one that an
-earlier round has left in the same memory.
+They take twice the bytes, and one trip over the link. A flag of its own would cost a fence between data and flag, and
+the reader a second trip, from the flag to the data. The flag in each word is the number of a round, the *epoch*. The
+reader waits for the epoch that it expects, and so tells a word of this round from one that an earlier round has left in
+the same memory.
 
 Why this needs no fence: a word is written by one access of 8 bytes, naturally aligned, and is never seen in part. (PTX
 ISA, "Memory Consistency Model", promises that for strong accesses, of which a vector is one for each element. Here the
@@ -12,7 +12,7 @@ is what the hardware does; NCCL's protocol relies on the like.) The word depends
 the data from the very load that showed the flag. What has to be ordered is the reuse of a word, and each user argues
 that: see `iris.ccl.one_hop`.
 
-A *place*, 48 bits that say where memory is, travels in the same way, with 16 bits of a count as its flag.
+A *place* (48 bits that say where some memory is) is sent in the same way, with 16 bits of a count as its flag.
 """
 
 import triton.language as tl
@@ -31,6 +31,7 @@ HIGHEST = tl.constexpr((1 << 63) - 1)
 
 @jit
 def write_through(ptrs, values, mask):
+    """Store to a peer's memory at once, and not when the kernel ends."""
     if in_simulator():
         note("message")
     # On AMD a plain store may stay in the writer's L2 until the kernel ends.
@@ -42,9 +43,10 @@ def write_through(ptrs, values, mask):
 
 @jit
 def timed_out(ptrs, without, since, wanted, source, record):
-    """`exceeded` for a wait for data: if it has, notes which of ``ptrs`` are ``without``.
+    """`exceeded` for a wait for data. If the limit is exceeded, records that ``without`` marks the missing ``ptrs``.
 
-    ``source``: the rank that the data come from, or for each of ``ptrs`` its own; -1 if it cannot be said.
+    ``source``: the rank that the data come from, or a block with the rank of each of ``ptrs``; -1 where it is not
+    known.
     """
     over, since = exceeded(record, since)
     if over:
@@ -58,7 +60,7 @@ def timed_out(ptrs, without, since, wanted, source, record):
 
 @jit
 def record_missing(ptrs, without, wanted, late, record):
-    """Record the first of ``ptrs`` that is ``without``, and a bit for each rank that is ``late`` with its data."""
+    """Record the first of ``ptrs`` that is marked in ``without``, and ``late``, a bit for each rank that is late."""
     first = tl.min(tl.where(without, tl.cast(ptrs, tl.int64), HIGHEST), axis=0)
     give_up(record, first, wanted=wanted, seen=late, kind=kind_code("data"), first=0, num_ranks=0)
 
@@ -108,6 +110,7 @@ def ll_send_place(ptrs, place, count, mask):
 
 @jit
 def unplaced(words, counts, mask):
+    """Which of the words do not carry the low 16 bits of their ``counts`` yet."""
     stamps = tl.cast(words >> 48, tl.int32) & 0xFFFF
     return mask & (stamps != (counts & 0xFFFF))
 

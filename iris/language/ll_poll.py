@@ -1,4 +1,4 @@
-"""The wait for LL messages of which several threads want the same words, as each goes on by them."""
+"""`ll_recv` for words that several threads need, as all of them go on by their values."""
 
 import triton
 import triton.language as tl
@@ -10,15 +10,15 @@ from iris.language.ll import ll_recv
 from iris.language.ordering import load_relaxed
 from iris.language.target import on_nvidia
 
-# Of a block, on any GPU.
+# The most threads that a block has, on any GPU.
 MOST_THREADS = tl.constexpr(1024)
 
 
 @triton.constexpr_function
 def wait_in_ptx(NUMBER):
-    """Assembly that waits until so many words have a stamp, and gives their data.
+    """PTX that waits until ``NUMBER`` words carry the stamp, and returns their data.
 
-    Operands: the data; then the stamp, the words' addresses, and for each whether it is wanted at all.
+    Operands: the data; then the stamp, the words' addresses, and for each word whether it is awaited at all.
     """
     names = range(NUMBER)
     lines = [
@@ -52,7 +52,7 @@ def words_of(NUMBER):
 
 @jit
 def repeated(block):
-    """The same again and again, up to an element for each thread of any block at least."""
+    """``block`` repeated until it has at least one element for each thread of any block."""
     N: tl.constexpr = block.shape[0]
     COPIES: tl.constexpr = max(1, MOST_THREADS // N)
     return tl.reshape(tl.broadcast_to(block[None, :], (COPIES, N)), (COPIES * N,))
@@ -60,16 +60,18 @@ def repeated(block):
 
 @jit
 def ll_recv_shared(ptrs, stamp, masks, sources, record):
-    """`ll_recv` for blocks of any size, also of fewer words than threads: all of these get the words.
+    """`ll_recv` for blocks with fewer words than threads, too: all threads get the words.
 
-    ``ptrs``, ``masks`` and ``sources`` are tuples of blocks of one shape, which are awaited together; a tuple comes
-    back. On NVIDIA each thread waits for its own words, so nothing in the block is decided together: see
-    `iris.language.lamport_poll`. Elsewhere, and where waits have a limit, one thread's load may have shown the stamp
-    and another's have come earlier. After a barrier all load once more: a later load of a word finds what an earlier
-    one has found, or newer (PTX ISA, "Memory Consistency Model": coherence).
+    ``ptrs``, ``masks`` and ``sources`` are tuples of blocks of one shape, which are awaited together. Returns a tuple
+    of the words.
 
-    Who polls the same words without a limit may leave the loop when its own loads have shown the stamps. A look at the
-    clock has barriers in it, so with a limit the block leaves together: each thread gets a word, some the same.
+    On NVIDIA without a time limit, each thread polls its own words in a PTX loop and leaves it by itself, so the block
+    decides nothing together (`iris.language.lamport_poll`).
+
+    Elsewhere two threads may have polled the same word: the load of one has shown the stamp, that of the other came
+    before it. So after a barrier all threads load once more. A later load of a word finds what an earlier one has
+    found, or newer (PTX ISA, "Memory Consistency Model": coherence). Reading the clock has barriers in it, so with a
+    time limit the block leaves the loop together. Then there is a word for each thread: words are repeated.
     """
     NUMBER: tl.constexpr = len(ptrs)
     words = ()

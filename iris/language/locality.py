@@ -1,9 +1,9 @@
-"""Which ranks a kernel's loads, stores and atomics reach: those of its host, whose heaps have an address here.
+"""Guards against accesses to ranks of other hosts, whose memory a kernel cannot address.
 
-A context that spans hosts has 0 in its table of heap bases for ranks of others. On a GPU the type of that table says so
-(`iris.language.context_tensor.table_type`), and kernels that are compiled for this type guard each access to a peer:
-what would go to another host is masked out, and noted in the device record, from which the host's next barrier raises
-`RemoteRankError`. With any other table none of that is in the generated code.
+In a context that spans hosts, the table of heap bases has 0 for ranks of other hosts. On a GPU such a table has a type
+of its own (`iris.language.context_tensor.table_type`). Kernels that are compiled for this type guard each access to a
+peer: elements that would go to another host are masked out, and an error is written into the device record, which the
+host's next barrier raises as `RemoteRankError`. With any other table none of that is in the generated code.
 """
 
 import triton
@@ -35,7 +35,7 @@ def check_rank(ranks, base):
 
 @jit
 def is_local(self, rank):
-    """Whether ``rank`` is on the caller's host: then loads, stores and atomics reach its heap.
+    """Whether ``rank`` is on the caller's host, so that loads, stores and atomics can access its heap.
 
     A scalar or a block, as ``rank`` is. It costs one 8-byte load from a table in the caller's memory.
     """
@@ -47,26 +47,26 @@ def is_local(self, rank):
 
 @triton.constexpr_function
 def guards(kind):
-    """Whether accesses by a table of heap bases of this type are guarded."""
+    """Whether accesses with a table of heap bases of this type are guarded."""
     return kind.element_ty == tl.uint64
 
 
 @jit
 def base_of(table, rank):
-    """Where the heap of ``rank`` begins, in the caller's addresses; of a block of ranks, each."""
+    """The address, for the caller, at which the heap of ``rank`` begins. ``rank`` may be a block."""
     return tl.cast(tl.load(table + rank), tl.int64)
 
 
 @jit
 def guarded(ptr, rank, mask, table, record):
-    """``mask`` without the elements of ``ptr`` whose ``rank`` is on another host, one of which is recorded."""
-    # As the pointer is, or with more dimensions: Gluon's atomics take no scalar mask for a block.
+    """``mask`` without the elements of ``ptr`` whose ``rank`` is on another host. One such rank is recorded."""
+    # The result has the shape of the pointer: Gluon's atomics take no scalar mask for a block.
     _, here = tl.broadcast(ptr, tl.load(table + rank) != 0)
     away = here == 0
     if mask is not None:
         here = here & mask
         away = away & mask
-    # Rank 0 may be the one.
+    # Plus 1, since rank 0 may be the remote one, and 0 means that there is none.
     remote = largest(tl.where(away, tl.cast(rank, tl.int64) + 1, 0))
     if remote != 0:
         note_remote(remote - 1, record)
@@ -75,14 +75,14 @@ def guarded(ptr, rank, mask, table, record):
 
 @jit
 def elsewhere(target, here, record):
-    """``target``, or where not ``here`` a word that nobody reads: for what takes no mask."""
+    """``target``; where not ``here``, a word that nobody reads. For operations that take no mask."""
     nowhere = tl.cast(record + NOWHERE, tl.int64)
     return tl.cast(tl.where(here, tl.cast(target, tl.int64), nowhere), target.dtype)
 
 
 @jit
 def note_all_remote(table, num_ranks, record):
-    """That a call was for all ranks, of which some are on other hosts: the last one is recorded."""
+    """Record the error that a call is for all ranks though some are on other hosts. It names the last one of these."""
     remote = tl.cast(num_ranks, tl.int64) * 0
     for rank in range(num_ranks):
         if tl.load(table + rank) == 0:

@@ -1,4 +1,4 @@
-"""The device context's moves of data between a rank and its peers, written once for Triton and Gluon.
+"""load, store, get, put and copy of the device context (`iris.language.context`), for Triton and Gluon.
 
 ``mask``, ``other`` and the modifiers are those of ``tl.load`` and ``tl.store``. ``hint``: what the translated pointer
 is a multiple of, in bytes.
@@ -100,7 +100,7 @@ def put(
     event = self.tracing.begin_move("put", to_ptr, to_rank, mask)
     if guards(self.table.type):
         mask = self._within_host(to_ptr, to_rank, mask)
-    # Where the peer is, is on its way before the data are.
+    # The load of the peer's heap base comes first, so that it is under way together with that of the data.
     target = self._peers(to_ptr, to_rank, mask, hint)
     value = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
     tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
@@ -122,8 +122,8 @@ def copy(
 ):
     """Read ``from_rank``'s copy of ``src_ptr``, write ``to_rank``'s copy of ``dst_ptr``.
 
-    The caller is one of the two ranks; both pointers are in its heap. In the simulator `NotTheCallerError` says
-    that it is not.
+    The caller is one of the two ranks, and both pointers are in its heap. In the simulator `NotTheCallerError` is
+    raised if it is neither.
     """
     if in_simulator():
         check_copy(from_rank, to_rank, self.cur_rank)

@@ -1,11 +1,11 @@
-"""How device functions tell the simulator what they do, where the operations themselves do not show it."""
+"""`note`: tells the simulator what a device function does, where its operations alone do not show it."""
 
 import triton
 
 
 @triton.constexpr_function
 def note(event, *arguments):
-    """In the simulator alone, and there under ``if in_simulator()``: report one of `iris.simulator.noted`'s events."""
+    """Call the function ``event`` of `iris.simulator.noted`. Only under ``if in_simulator()``."""
     # Imported here: Triton follows the global names of a constexpr_function.
     from iris.simulator import noted
 

@@ -1,8 +1,8 @@
-"""Memory ordering: every acquire, release and wait for a flag, but for those of `iris.language.barrier`.
+"""Memory ordering: acquires, releases and waits for one flag. Those for flags of many ranks: `iris.language.barrier`.
 
 Data that are their own flags need none of this: `iris.language.ll` and `iris.language.lamport`.
 
-The rules that both files keep, for the *whole block* (all threads of a program), on every Triton version and vendor:
+Both files keep these rules for the *whole block* (all threads of a program), on every Triton version and vendor:
 
 * A **release** operation comes after everything that the block did before it. The release itself is issued by one
   thread, and a release only orders what that thread did or has observed (PTX ISA, Memory Consistency Model, "Release
@@ -52,7 +52,7 @@ HELD = tl.constexpr(0x48454C44)
 
 @triton.constexpr_function
 def bits_of(element):
-    """The integers whose bits elements of this dtype are swapped by: themselves, if they are integers."""
+    """The integer type as which elements of this dtype are compared and swapped: their own, if it is one."""
     return element if element.is_int() else signed_int(element.primitive_bitwidth)
 
 
@@ -81,6 +81,7 @@ CHOICES = {
 
 @triton.constexpr_function
 def possible(name, value):
+    """Whether the argument ``name`` takes this value."""
     return value in CHOICES[name]
 
 
@@ -112,11 +113,11 @@ def signed_type(element):
 
 @jit
 def give_up(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks):
-    """Record that a wait has failed (`iris.language.failures`), and break the group, if the record is a group's.
+    """Record that a wait has failed (`iris.language.failures`). If the record is a group's, also break the group.
 
-    Who writes and reads the host's memory: one program of a rank, the one that claims the rank's record, writes the
-    section of that rank and then the state; hosts of all ranks read the state and then the section. The fence
-    between these stores, all of one thread, orders them. Several ranks may write the state; any of them will do.
+    Breaking it writes to host memory (`iris.runtime.abort`). On each rank only the program that claims the record
+    writes: first the rank's section, then the state, with a fence between these stores of one thread. Hosts read the
+    state first, and then the section. Several ranks may write the state; each value says that the group is broken.
     """
     if write_record(record, flag_ptr, wanted=wanted, seen=seen, kind=kind, first=first, num_ranks=num_ranks):
         section = tl.load(record + SECTION)
@@ -132,10 +133,10 @@ def give_up(record, flag_ptr, wanted, seen, kind: tl.constexpr, first, num_ranks
 
 @jit
 def store_after_sync(ptrs, values, mask=None):
-    """Store counts of the block's own, which it has loaded before, for its next use of them.
+    """Store new values of counts that this block has loaded before. No other block uses them.
 
-    Scalars and small blocks are loaded by each warp for itself, and stored by one of them. A warp that comes late
-    to the load must not find what another has already stored.
+    Each warp loads a scalar or a small block for itself, and one warp stores it. So all warps meet in between: one that
+    is late must not load what another has already stored.
     """
     cta_sync()
     tl.store(ptrs, values, mask=mask)
@@ -143,10 +144,10 @@ def store_after_sync(ptrs, values, mask=None):
 
 @jit
 def atomic(op: tl.constexpr, ptr, val, mask, sem: tl.constexpr, scope: tl.constexpr):
-    """The read-modify-write ``op`` with its order for the whole block; returns the old value."""
+    """The read-modify-write ``op``, with ``sem`` kept for the whole block; returns the old value."""
     tl.static_assert(possible("sem", sem), refusal("sem", sem))
     tl.static_assert(possible("scope", scope), refusal("scope", scope))
-    # Gluon's atomics take no scalar value for a block of pointers; a cast first, lest the broadcast be to int32.
+    # Gluon's atomics take no scalar value for a block of pointers. The cast comes first: a plain number would be int32.
     ptr, val = tl.broadcast(ptr, tl.cast(val, ptr.dtype.scalar.element_ty))
     if one_of(op, "and", "or", "xor"):
         tl.static_assert(val.dtype.is_int(), "atomic_and, atomic_or and atomic_xor are for integers")
@@ -176,7 +177,7 @@ def atomic(op: tl.constexpr, ptr, val, mask, sem: tl.constexpr, scope: tl.conste
 
 @jit
 def atomic_cas(ptr, cmp, val, sem: tl.constexpr, scope: tl.constexpr):
-    """Compare-and-swap with its order for the whole block; returns the old value."""
+    """Compare-and-swap, with ``sem`` kept for the whole block; returns the old value."""
     tl.static_assert(possible("sem", sem), refusal("sem", sem))
     tl.static_assert(possible("scope", scope), refusal("scope", scope))
     # Plain numbers become int32 in Triton; the swap needs the element's own width.
@@ -188,7 +189,7 @@ def atomic_cas(ptr, cmp, val, sem: tl.constexpr, scope: tl.constexpr):
         cta_sync()
         if fenced:
             system_fence()
-    # By bits: Triton 3.6 for AMD cannot compile a swap of floats.
+    # As integers: Triton 3.6 for AMD cannot compile a compare-and-swap of floats.
     bits: tl.constexpr = bits_of(element)
     ptr = tl.cast(ptr, tl.pointer_type(bits), bitcast=True)
     cmp, val = tl.cast(cmp, bits, bitcast=True), tl.cast(val, bits, bitcast=True)
@@ -204,8 +205,8 @@ def atomic_cas(ptr, cmp, val, sem: tl.constexpr, scope: tl.constexpr):
 def signal(flag_ptr, value, op: tl.constexpr, scope: tl.constexpr = SYS):
     """Publish everything that the block did so far: a release of ``value`` into a flag.
 
-    At "gpu" ``scope`` for programs of this GPU alone: it does not wait for what is on its way to peers. Returns
-    what the flag holds after it.
+    With ``scope`` "gpu" it is for programs of this GPU alone, and does not wait for stores that are on their way to
+    peers. Returns what the flag holds after it.
     """
     tl.static_assert(possible("op", op), refusal("op", op))
     tl.static_assert(is_flag(flag_ptr.type), no_flag(flag_ptr.type))
@@ -222,6 +223,7 @@ def signal(flag_ptr, value, op: tl.constexpr, scope: tl.constexpr = SYS):
 
 @jit
 def poll(flag_ptrs, mask):
+    """Load flags, once, with acquire at system scope."""
     # An addition of zero: of a scalar it compiles to a load with acquire on NVIDIA (ld.acquire.sys) and CDNA
     # (global_load sc0 sc1, buffer_inv), and cannot be removed or hoisted as a plain load can.
     flag_ptrs, nothing = tl.broadcast(flag_ptrs, tl.cast(0, flag_ptrs.dtype.scalar.element_ty))
@@ -230,9 +232,9 @@ def poll(flag_ptrs, mask):
 
 @jit
 def load_relaxed(ptrs, mask):
-    """What is in memory now, in no order with anything else: for data that carry their own arrival.
+    """Load what is in memory now, relaxed: in no order with anything else. For data that are their own flag.
 
-    Relaxed, an element at a time (PTX ISA, "Vector Data-types": a vector access is one for each element).
+    Each element is loaded in one access (PTX ISA, "Vector Data-types": a vector access is one for each element).
     """
     if in_simulator():
         note("message")
@@ -247,7 +249,7 @@ def load_relaxed(ptrs, mask):
 
 @jit
 def load_relaxed_uniform(ptrs, mask):
-    """As `load_relaxed`, for a few words on which all of the block goes on: all warps get what one has read."""
+    """As `load_relaxed`, for a few words that decide how the block goes on: all warps get what one has read."""
     ptrs, nothing = tl.broadcast(ptrs, tl.cast(0, ptrs.dtype.scalar.element_ty))
     if in_simulator():
         note("message")
@@ -256,11 +258,12 @@ def load_relaxed_uniform(ptrs, mask):
 
 @jit
 def unmet(seen, wanted, cmp: tl.constexpr, stop: tl.constexpr):
+    """Whether a wait goes on that has found ``seen`` in the flag. ``cmp`` and ``stop``: as for `wait`."""
     if stop != 0:
         return unmet(seen, wanted, cmp, 0) & ((seen & stop) == 0)
     elif cmp == "reached":
-        # A wrapping difference: a count that overflows its type is still the next one. Signed, also of counts that
-        # are not: theirs is never less than 0.
+        # A difference that wraps, so that a count that overflows is still past the one before. As a signed number also
+        # for unsigned counts, whose difference would never be below 0.
         return tl.cast(wanted - seen, signed_type(wanted.dtype)) > 0
     elif cmp == "eq":
         return seen != wanted
@@ -311,9 +314,10 @@ def wait(flag_ptr, value, cmp: tl.constexpr, record, stop: tl.constexpr = 0):
 
 @jit
 def lock(lock_ptr, record):
-    """Take a lock, 0 while it is free: what its last holder did is visible then. One program a lock at a time.
+    """Take a lock, which is 0 while it is free. What its last holder did is visible then.
 
-    Returns 0; or, if the lock is neither free nor `HELD`, what it holds: then it has not been taken.
+    Returns 0. If the word is neither 0 nor `HELD` it is no lock of ours: then it is not taken, and its value is
+    returned.
     """
     taken = atomic_cas(lock_ptr, 0, HELD, sem="acquire", scope="sys")
     if WAIT_LIMIT_NS == 0:

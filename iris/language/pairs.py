@@ -1,7 +1,8 @@
-"""Elements of bf16 by pairs, as NVIDIA's registers hold them.
+"""Has the compiler round float32 to bf16 two elements at a time, as NVIDIA's registers hold them.
 
-Float32 becomes a pair of bf16 by one fast instruction, F2FP, and one element alone by a slow one, F2F. The compiler
-makes pairs where somebody asks for them: a store does, and arithmetic on what has been rounded does not.
+One fast instruction, F2FP, rounds two elements to a pair. A slow one, F2F, rounds a single element. The compiler makes
+pairs where the result is used in pairs: a store does so, arithmetic on the rounded values does not. What is here does
+so, and changes no value.
 """
 
 import triton
@@ -14,7 +15,7 @@ from iris.language.target import on_nvidia
 
 @jit
 def rounded_by_pairs(x):
-    """The block ``x``, which has been rounded from float32; if it is bf16, by pairs."""
+    """The block ``x``, which is the result of a rounding from float32. If it is bf16, it is rounded by pairs."""
     if on_nvidia() and x.dtype == tl.bfloat16 and x.shape[0] >= 2 * cuda.num_threads():
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
@@ -23,7 +24,7 @@ def rounded_by_pairs(x):
 
 @triton.jit
 def widen(x):
-    """The block ``x`` in float32. If it is bf16 that has been rounded from float32, that was done by pairs."""
+    """The block ``x`` as float32. If it is the result of a rounding from float32 to bf16, it is rounded by pairs."""
     if on_nvidia() and x.dtype == tl.bfloat16 and x.shape[0] >= 2 * cuda.num_threads():
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2

@@ -1,4 +1,4 @@
-"""What a kernel is being compiled for, as compile-time questions that device code can ask."""
+"""What a kernel is compiled for: questions that device code asks at compile time, and the host may ask, too."""
 
 from typing import Any
 
@@ -58,10 +58,10 @@ def launches_early():
 
 
 def largest_cluster() -> int:
-    """Programs of a cluster at most: 1 where there are none. On the host.
+    """The most programs that a cluster may have; 1 where there are no clusters. On the host.
 
-    16 on Hopper and on data centres' Blackwell, which is more than the 8 that any GPU with clusters takes (CUDA C++
-    Programming Guide, "Thread Block Clusters").
+    16 on Hopper and on data-centre Blackwell; 8 on any other GPU with clusters (CUDA C++ Programming Guide, "Thread
+    Block Clusters").
     """
     if simulator.ACTIVE:
         return 16
@@ -71,7 +71,7 @@ def largest_cluster() -> int:
 
 
 def architecture() -> Any:
-    """90 on Hopper, "gfx942" on CDNA3, "simulator" there. On the host."""
+    """90 on Hopper, "gfx942" on CDNA3, "simulator" in the simulator. On the host."""
     from triton.runtime import driver
 
     return "simulator" if simulator.ACTIVE else driver.active.get_current_target().arch

@@ -1,8 +1,8 @@
 """The trace buffer: where a traced kernel writes its events, a row each, in memory of its own GPU.
 
 A row is `WORDS` int64, after a header of `HEADER` words; nothing goes over the link. Rows are handed out by an atomic
-counter, so they are in the order in which events began, more or less; those that do not fit are counted and lost. Times
-are those of the GPU's own clock: `iris.tracing.clock` makes them one clock.
+counter, so they are roughly in the order in which events began. Events that do not fit are counted and lost. Times are
+those of the GPU's own clock; `iris.tracing.clock` compares the clocks of all GPUs.
 """
 
 import triton
@@ -17,20 +17,34 @@ from iris.language.ordering import atomic
 
 TRACE = tl.constexpr(device_record.TRACE)
 
-# The header: rows that were asked for, rows that there are, and contexts that were initialised. Then, where there are
-# rows, a word for the last look of each context, or of each program without one: the row + 1 if later looks may extend
-# that row, else 0. Partitions share the word and run concurrently. So a look first takes the row out of the word, and
-# any other event empties the word: only one partition has a row.
+# The words of the header, int64.
+#
+#   ASKED        how many rows were asked for
+#   ROOM         how many rows there are
+#   CONTEXTS     how many contexts were initialised
+#   LAST_LOOKS   from here on, if there are rows: a word for each context, or for each program without one. It holds the
+#                row of the last look, plus 1, if later looks may extend that row, else 0.
+#
+# Partitions of a program share that last word and run concurrently. So a look first takes the row out of the word, and
+# any other event clears the word: only one partition has a row.
 ASKED, ROOM, CONTEXTS, LAST_LOOKS = map(tl.constexpr, (0, 1, 2, 16))
 
 NUM_LAST_LOOKS = tl.constexpr(4096)
 
 HEADER = tl.constexpr(LAST_LOOKS.value + NUM_LAST_LOOKS.value)
 
-# A row. NAME and FORM: numbers of `NAMES` and `FORMS`. PROGRAM: its number, and in the upper half that of the context,
-# which tells launches apart; 0 where there is none. TARGET: the rank that is reached. ADDRESS: in the caller's heap;
-# of a block of pointers, where that begins. VALUE: what a flag is set to, or awaited for; SEEN: what the operation
-# found in it, and AFTER: what it left there. LOOKS: how many looks at a flag the event is.
+# The words of a row, int64.
+#
+#   BEGAN, ENDED     nanoseconds of the GPU's clock
+#   NAME, FORM       indices into NAMES and FORMS
+#   PROGRAM          the program's number; in the upper 32 bits that of the context, which tells launches apart, or 0
+#   TARGET           the rank that is accessed
+#   ADDRESS          in the caller's heap; for a block of pointers, where the heap begins
+#   BYTES            what is moved
+#   VALUE            what a flag is set to, or what is awaited
+#   SEEN, AFTER      what the operation found in the flag, and what it left there
+#   PID_M, PID_N     two numbers that the kernel gives the event, or the program's ids
+#   LOOKS            how many looks share the row
 BEGAN, ENDED, NAME, FORM, PROGRAM, TARGET, ADDRESS = map(tl.constexpr, range(7))
 BYTES, VALUE, SEEN, AFTER, PID_M, PID_N, LOOKS = map(tl.constexpr, range(7, 14))
 
@@ -43,8 +57,9 @@ NAMES = (
     *("signal", "wait", "barrier", "compute"),
 )
 
-# An event that the kernel has named itself; a move of data; an operation on one flag, whose values count; the
-# same of a flag that has been reached, whole or in one half; a barrier; data that carry their own arrival.
+# "named": an event that the kernel has named itself. "move": a move of data. "flag": an operation on one flag, for its
+# exact value. "whole", "high", "low": a wait for the count in a flag, or in one half of it. "meeting": a barrier.
+# "data": a wait for data that are their own flag.
 FORMS = ("named", "move", "flag", "whole", "high", "low", "meeting", "data")
 
 # Atomic operations that change nothing with an operand of 0.
@@ -98,7 +113,7 @@ def read(buffer, row, word, here):
 
 @jit
 def last_look(buffer, context):
-    """Where the row of this program's last look is."""
+    """The address of the header's word for this program's last look."""
     number = tl.cast(context, tl.int64)
     return buffer + LAST_LOOKS + tl.where(number == 0, linear_program_id(), number) % NUM_LAST_LOOKS
 
@@ -119,9 +134,10 @@ def begin(
     asked=None,
     look=None,
 ):
-    """Begin an event, or one for each of ``lanes``, if ``asked``; returns its row, -1 if there is none.
+    """Begin an event, or one for each of ``lanes``; returns its row, -1 if it has none.
 
-    ``look``: whether it may be one more of several looks, which go on in the row of the last one.
+    ``asked``: a mask, or whether the event is recorded at all; None: it is. ``look``: whether the event is a look,
+    which may extend the row of the last one; None: it cannot be one.
     """
     one = tl.cast(1, tl.int64)
     room = tl.load(buffer + ROOM)
@@ -138,7 +154,7 @@ def begin(
         row = tl.atomic_add(buffer + ASKED, one, sem="relaxed", scope="gpu")
         here = row < room
     else:
-        # After what the last look, which may be another partition's, has written into its row.
+        # An acquire: what the last look, which may be of another partition, has written into its row is seen then.
         before = atomic("xchg", last, nothing, room > 0, sem="acquire", scope="gpu") - 1
         again = look & (room > 0) & (before >= 0)
         again = again & (read(buffer, before, PROGRAM, again) == program)
@@ -159,9 +175,9 @@ def begin(
     write(buffer, row, VALUE, value, here=here)
     write(buffer, row, PID_M, pid_m, here=here)
     write(buffer, row, PID_N, pid_n, here=here)
-    # Last of all, so that what comes before is not part of the event.
+    # Last, so that the writes before are not part of the event.
     write(buffer, row, BEGAN, clock(), here=here)
-    # As narrow as the constant that stands for it where nothing is traced, so that branches agree.
+    # int32, as the constant is that stands for a row where nothing is traced: so both branches of an `if` agree.
     return tl.cast(tl.where(here, row, tl.where(again, before, -1)), tl.int32)
 
 

@@ -1,16 +1,15 @@
-"""What a traced kernel records: when each event began and ended, and what it moved, into memory of its own GPU.
+"""Records the events of a traced kernel in memory of its own GPU: when each began and ended, and what it moved.
 
-A context that was initialised with ``tracing=True`` has these events of its own operations, and of what the kernel
-names itself between ``ctx.tracing.record_event_start`` and ``record_event_end``. With ``IRIS_TRACE=1``, which is what
-``python -m iris trace`` sets, every context is traced, and every functional operation. Elsewhere there is nothing of it
-in the generated code. Where the events are written: `iris.language.trace_buffer`.
+A context that was initialised with ``tracing=True`` records its own operations, and what the kernel itself marks by
+``ctx.tracing.record_event_start`` and ``record_event_end``. With ``IRIS_TRACE=1``, which ``python -m iris trace`` sets,
+every context and every functional operation records. Otherwise the generated code has nothing of it. The events are
+written by `iris.language.trace_buffer`, and read by `iris.tracing`.
 
 An event begins when the first warp comes to it, and ends when the last one has left it: a block barrier stands before
-the end. What was loaded is there then; what was stored has been issued, and may be on the link yet.
+the end. What was loaded is there then. What was stored has been issued, and may still be on the link.
 
-A look at a flag by an atomic operation that changes nothing is no event of its own, if nothing came since this
-program's last look at it that saw the same: the row of that one goes on. So who polls in a loop of its own does not
-fill the buffer.
+A *look* is an atomic operation on a flag that changes nothing. Kernels may poll with it in a loop of their own, and
+should not fill the buffer. So looks of a program that follow each other and see the same value share one row.
 """
 
 from typing import Any
@@ -50,14 +49,14 @@ TRACES_ALL = tl.constexpr(switched_on(VARIABLE))
 FLAG = tl.constexpr("flag")
 
 SEVERAL = tl.constexpr(-2)
-"""The target of an event that reaches more than one rank."""
+"""The target of an event that accesses more than one rank."""
 
 
 @allowed_in_kernels
 class TraceEvent:
     """The kinds of events, as numbers for ``record_event_start``: ``iris.TraceEvent.compute`` and so on.
 
-    There are load, store, get, put, copy, the atomic operations by their names, signal, wait, barrier and compute.
+    The names: load, store, get, put, copy, the atomic operations, signal, wait, barrier and compute.
     """
 
     load: tl.constexpr
@@ -90,23 +89,23 @@ for _number, _name in enumerate(NAMES):
 
 @triton.constexpr_function
 def is_flag(value):
-    """Whether this is one integer, or the pointer to one."""
+    """Whether this is a single integer, or the pointer to one."""
     element = value.dtype.element_ty if value.dtype.is_ptr() else value.dtype
     return not value.type.is_block() and element.is_int()
 
 
 @triton.constexpr_function
 def may_look(op, mask):
-    """Whether the atomic operation, on a flag, is a look at it if its operand is 0."""
+    """Whether the atomic operation is a look at its flag if its operand is 0."""
     return op in LOOKING and mask is None
 
 
 @jit
 def extent(ptr, rank, mask, base):
-    """An address, the bytes of what ``mask`` lets through, and the rank, if it is only one.
+    """What an event says of an access: an address, the bytes under ``mask``, and the rank, or `SEVERAL`.
 
-    Of a block of pointers the address is ``base``: a minimum of them would keep all addresses of a tile in
-    registers, which do not hold them.
+    For a block of pointers the address is ``base``: to find the lowest one, all addresses of a tile would have to be
+    kept in registers, and there are too many.
     """
     ranks = tl.cast(rank, tl.int64)
     places = tl.cast(ptr, tl.int64) + ranks * 0
@@ -121,7 +120,7 @@ def extent(ptr, rank, mask, base):
 
 @jit
 def after(op: tl.constexpr, old, val):
-    """What an atomic operation leaves behind."""
+    """What the memory holds after an atomic operation that found ``old``."""
     val = tl.cast(val, old.dtype)
     if op == "add":
         return old + val
@@ -143,7 +142,7 @@ def after(op: tl.constexpr, old, val):
 
 @aggregate
 class Tracing:
-    """What a context, or a functional operation, records with; nothing if it is not ``enabled``."""
+    """Records the events of a context, or of a functional operation; does nothing if it is not ``enabled``."""
 
     enabled: tl.constexpr
     buffer: tl.tensor | tl.constexpr
@@ -159,11 +158,11 @@ class Tracing:
 
     @jit
     def record_event_start(self, event_id, target_rank=-1, address=None, pid_m=0, pid_n=0, mask=None):
-        """Begin an event of the kernel's own; returns what `record_event_end` takes.
+        """Begin an event that the kernel names itself; returns what `record_event_end` takes.
 
-        ``event_id``: of `iris.TraceEvent`. For what moves data: the rank that it goes to or comes from, and
-        ``address``, a pointer or block of pointers into the caller's heap, whose elements, where ``mask``, are
-        what is moved. ``pid_m``, ``pid_n``: any two numbers, such as a tile's row and column.
+        ``event_id``: of `iris.TraceEvent`. For events that move data: ``target_rank`` is the rank that they go to or
+        come from, and ``address`` a pointer or block of pointers into the caller's heap to the elements that are moved,
+        under ``mask``. ``pid_m``, ``pid_n``: any two numbers, such as a tile's row and column.
         """
         if self.enabled:
             if address is None:
@@ -186,7 +185,7 @@ class Tracing:
 
     @jit
     def record_event_end(self, handle):
-        """End the event that ``handle`` is of, once all of the block is here."""
+        """End the event ``handle``, once all warps of the block have come here."""
         if self.enabled:
             end(self.buffer, handle)
 
@@ -203,6 +202,7 @@ class Tracing:
         asked=None,
         look=None,
     ):
+        """Begin an event of the library's own, with the program's ids for ``pid_m`` and ``pid_n``."""
         number: tl.constexpr = number_of(name)
         m, n = tl.program_id(0), tl.program_id(1)
         return begin(
@@ -223,7 +223,7 @@ class Tracing:
 
     @jit
     def begin_move(self, name: tl.constexpr, ptr, rank, mask, asked=None):
-        """Begin an access to ``rank``'s copy of ``ptr``, if ``asked``."""
+        """Begin an access to ``rank``'s copy of ``ptr``. ``asked``: whether it is recorded; None: it is."""
         if self.enabled:
             address, moved, target = extent(ptr, rank, mask, self.base)
             return self._begin(name, "move", target=target, address=address, moved=moved, asked=asked)
@@ -234,7 +234,7 @@ class Tracing:
     def begin_copy(self, ptr, from_rank, to_rank, cur_rank, mask):
         """Begin a copy between the caller and the other of the two ranks: a get or a put."""
         if self.enabled:
-            # Of two numbers, one of which is the caller's, the sum less that is the other.
+            # The other rank of the two: their sum less the caller's.
             address, moved, target = extent(ptr, from_rank + to_rank - cur_rank, mask, self.base)
             get: tl.constexpr = number_of("get")
             put: tl.constexpr = number_of("put")
@@ -256,9 +256,9 @@ class Tracing:
 
     @jit
     def begin_bulk(self, name: tl.constexpr, ptr, rank, moved, asked=None):
-        """Begin a copy of ``moved`` bytes to or from ``rank``'s part of the memory that ``ptr`` points into.
+        """Begin a copy of ``moved`` bytes to or from ``rank``'s copy of the memory that ``ptr`` points into.
 
-        With ``asked``, a mask, ``rank`` is a block of lanes, and each of them has an event of its own.
+        If the mask ``asked`` is given, ``rank`` is a block, and each of its ranks gets an event of its own.
         """
         if self.enabled:
             lanes = None if asked is None else rank
@@ -270,7 +270,7 @@ class Tracing:
 
     @jit
     def begin_wait_for_data(self, ptr, rank):
-        """Begin to wait for data in the caller's memory from ``ptr`` on, one pointer; ``rank``: the caller's."""
+        """Begin a wait for data at the single pointer ``ptr`` in the caller's memory. ``rank`` is the caller."""
         if self.enabled:
             return self._begin("wait", "data", target=rank, address=tl.cast(ptr, tl.int64), moved=0)
         else:
@@ -278,7 +278,7 @@ class Tracing:
 
     @jit
     def end_load(self, row, values):
-        """A load has ended when what it read is there, so something that is made of all of it is stored first."""
+        """End a load. It has ended when its values are there, so a number computed from all of them is stored first."""
         if self.enabled:
             if values.dtype.scalar.is_floating():
                 bits: tl.constexpr = signed_type(values.dtype.scalar)
@@ -289,7 +289,7 @@ class Tracing:
 
     @jit
     def begin_flag(self, name: tl.constexpr, ptr, rank, value, mask, form: tl.constexpr = FLAG):
-        """Begin an operation on ``rank``'s copy of a flag: one integer. What is none is an access like others."""
+        """Begin an operation on ``rank``'s copy of a flag. If ``ptr`` is not to one integer, it is a plain access."""
         if self.enabled:
             address, moved, target = extent(ptr, rank, mask, self.base)
             if is_flag(ptr):
@@ -301,7 +301,7 @@ class Tracing:
 
     @jit
     def end_flag(self, row, seen, now):
-        """``seen``: what the operation found in the flag; ``now``: what it left there."""
+        """End it. ``seen``: what the operation found in the flag; ``now``: what it left there."""
         if self.enabled:
             if is_flag(seen):
                 write(self.buffer, row, SEEN, seen, here=row >= 0)
@@ -315,20 +315,20 @@ class Tracing:
 
     @jit
     def _end_look(self, row, seen, now, over):
-        """``over``: whether this look ends the series. It also ends if the value has changed."""
+        """``over``: whether this look ends the series of looks in one row. A changed value ends it, too."""
         here = row >= 0
         place = tl.cast(row, tl.int64)
         looks = read(self.buffer, place, LOOKS, here)
         changed = (looks > 0) & (read(self.buffer, place, SEEN, here) != tl.cast(seen, tl.int64))
         write(self.buffer, row, LOOKS, looks + 1, here=here)
         self.end_flag(row, seen, now)
-        # After all that this look has written there, for whoever takes the row next.
+        # A release, after all writes of this look: the next one takes the row by an acquire.
         left = tl.where(over | changed, 0, place + 1)
         atomic("xchg", last_look(self.buffer, self.context), left, here, sem="release", scope="gpu")
 
     @jit
     def begin_atomic(self, op: tl.constexpr, ptr, rank, val, mask):
-        """Begin an atomic operation on ``rank``'s copy, which may be a look at it."""
+        """Begin an atomic operation on ``rank``'s copy of ``ptr``, which may be a look."""
         if self.enabled:
             if is_flag(ptr) and may_look(op, mask):
                 return self._begin_look("atomic_" + op, ptr, rank=rank, value=val, look=tl.cast(val, tl.int64) == 0)
@@ -347,7 +347,7 @@ class Tracing:
 
     @jit
     def begin_cas(self, ptr, rank, cmp):
-        """Begin a comparison of ``rank``'s copy, which is a look at it until it finds what it is for."""
+        """Begin a compare-and-swap on ``rank``'s copy of ``ptr``. It is a look as long as it does not swap."""
         if self.enabled:
             if is_flag(ptr):
                 return self._begin_look("atomic_cas", ptr, rank=rank, value=cmp, look=tl.cast(1, tl.int1))
@@ -367,7 +367,7 @@ class Tracing:
 
     @jit
     def begin_flags(self, name: tl.constexpr, form: tl.constexpr, flags, ranks, values, here):
-        """Begin an operation on a flag of each of the ``ranks``, where ``here``: blocks of lanes."""
+        """Begin an operation on a flag of each of the ``ranks`` under ``here``: blocks with a lane for each rank."""
         if self.enabled:
             width: tl.constexpr = bytes_of(flags.dtype.scalar.element_ty)
             address = tl.cast(flags, tl.int64)
@@ -387,9 +387,9 @@ class Tracing:
 
 @jit
 def trace_into(record, base, numbered: tl.constexpr):
-    """The buffer that the host of this device record has enabled; one without room, if it has not.
+    """A `Tracing` into the buffer that the host has enabled, or into one without room if it has enabled none.
 
-    ``base``: where the memory begins that pointers of this rank are into. ``numbered``: this is a context.
+    ``base``: where the heap of this rank begins. ``numbered``: whether this is for a context, which gets a number.
     """
     buffer = tl.cast(tl.load(record + TRACE), tl.pointer_type(tl.int64))
     context = 0

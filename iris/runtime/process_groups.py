@@ -11,7 +11,7 @@ from iris.compat.c10d import existing_groups
 from iris.failures.device_record import DeviceRecord
 from iris.runtime.workspace import Workspace
 from iris.world import Group, World, narrow
-from iris.world.hosts import bind_fates
+from iris.world.hosts import link_aborts
 from iris.world.rail import Timer, time_rails
 
 
@@ -76,7 +76,7 @@ class ProcessGroups:
             set_aside()
         else:
             part.group.agree(set_aside, "set aside memory for a group over several hosts")
-            bind_fates(part.group, part.hosts.group)
+            link_aborts(part.group, part.hosts.group)
         return made[0]
 
     def _time_rails(self, timer: Timer) -> None:

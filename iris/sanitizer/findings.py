@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
+from iris.errors import names
 from iris.heap.history import shown
 from iris.sanitizer.accesses import Carrier, Side, who_is
 from iris.sanitizer.elements import element
 from iris.sanitizer.events import PRIVATE, Diagnostic, Place, SharedRace, Spans, Waiting
 from iris.simulator.lines import Line
-from iris.world import names
 
 # Of a race that shows in several ways, the one that says most of its cause.
 TELLING = (

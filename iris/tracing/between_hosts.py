@@ -1,4 +1,4 @@
-"""Recordings of other hosts' ranks: hosts share no files, so they travel along the rails."""
+"""Gathers the recordings of other hosts' ranks: hosts share no files, so the bytes go along the rails."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ import torch
 
 from iris.world import Group, Hosts, Rail
 
-# Bytes that travel at a time.
+# How many bytes of a file are gathered at a time.
 CHUNK = 16 << 20
 
 
-def bring(group: Group, hosts: Hosts, rail: Rail, own: Path, device: torch.device) -> dict[int, bytes]:
-    """The files of the ranks with this local rank on other hosts, by rank in the group. ``own``: this rank's file.
+def gather_files(group: Group, hosts: Hosts, rail: Rail, own: Path, device: torch.device) -> dict[int, bytes]:
+    """The recordings of the ranks with this local rank on other hosts, as files' contents, by rank in the group.
 
-    Collective over all ranks; blocks the host.
+    ``own``: the file of this rank. Collective over all ranks; blocks the host.
     """
     sizes = group.agree(lambda: own.stat().st_size, "find the file with its events")
     content = own.read_bytes()

@@ -1,11 +1,12 @@
-"""Files of ranks on other nodes come to the first one, where ``python -m iris trace`` shows them.
+"""``python -m iris trace`` on several nodes: sends the recordings of other nodes' ranks to rank 0, which shows them.
 
-Nodes are torchrun's: what one agent of it has started. They share no files. When the program of a rank is over, its
-command sends what that has recorded through the store that torchrun's agents share, which is there as long as they are.
-A file goes in parts, of which one at a time is in the store: its sender puts the next one when rank 0 has taken it.
+A node is what one agent of torchrun has started. Nodes share no files. When the program of a rank is over, its command
+(``python -m iris trace``, which has started the program) sends its files through the store that torchrun's agents
+share, and which lives as long as they do. A file is sent in parts, one at a time: the sender puts the next part into
+the store when rank 0 has taken the one before.
 
-Each command that takes part shows that it lives, by a number in the store that it raises. So who waits for another one
-waits as long as that lives, and no longer, and for a program of another rank as long as that takes.
+Each command has a heartbeat: a number in the store that it raises. So a command waits for another one as long as that
+lives, also for as long as its program takes, and no longer.
 """
 
 import contextlib
@@ -25,21 +26,22 @@ from iris.world.store import put
 
 # The store takes no more than 8 MiB at a time (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp, MAX_PAYLOAD_LEN).
 PART = 4 << 20
-# How often a command shows that it lives, and after how long without it counts as gone.
+# Seconds between two heartbeats; and after how many without one a command counts as gone.
 BEAT_S, SILENCE_S = 5.0, 30.0
 # The pause between two looks is a share of the time waited so far: parts follow each other fast, and a thousand ranks
 # that wait for the program of rank 0 leave the store to those that run.
 SHARE, PAUSES_S = 1 / 8, (0.002, 1.0)
-# torchrun ends the other ranks of a node only when a command has ended by an error, and they may wait for what has
-# failed. So a command whose program has failed waits for programs of others no longer than this; and for rank 0 to have
-# the files of all, before torchrun ends those that send some, no longer than that.
+# Other programs may wait for one that has failed, and torchrun ends them only when the command of the failed one has
+# ended. So a command whose program has failed waits no longer than FAILED_S for other programs. When it ends, torchrun
+# also ends commands that still send files: so it waits until rank 0 has the files of all, but no longer than TAKEN_S.
 FAILED_S, TAKEN_S = 10.0, 60.0
 
+# What a command does: its program runs; rank 0 takes files; rank 0 shows them; it is over.
 _RUNS, _TAKES, _SHOWS, _OVER = "runs", "takes", "shows", "over"
 
 
 def store() -> dist.Store | None:
-    """torchrun's, for what these commands exchange; None where it is not its agents' own, and ends with the program."""
+    """torchrun's store, for these commands. None if the agents do not hold it: then it ends with a program."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -51,10 +53,10 @@ def store() -> dist.Store | None:
     return dist.PrefixStore(f"iris/trace/{restart}", client)
 
 
-class Courier:
-    """The command of a rank, for those of other nodes. Without a store nobody hears of it.
+class FileExchange:
+    """One command's part in the exchange: its heartbeat, and sending or taking files. Without a store it does nothing.
 
-    A context manager: when it is left, the others do not wait for this command any more.
+    A context manager: when it is left, other commands do not wait for this one any more.
     """
 
     def __init__(self, store: dist.Store | None, rank: int) -> None:
@@ -62,7 +64,7 @@ class Courier:
         self._does, self._left, self._until = _RUNS, threading.Event(), math.inf
         self._thread = threading.Thread(target=self._beat, name="iris-trace", daemon=True)
 
-    def __enter__(self) -> "Courier":
+    def __enter__(self) -> "FileExchange":
         if self._store is not None:
             self._thread.start()
         return self
@@ -74,10 +76,10 @@ class Courier:
             self._show(_OVER)
 
     def send(self, files: Sequence[Path], failed: bool) -> None:
-        """Let rank 0 have these files. Blocks until it has them, or is gone.
+        """Send these files to rank 0. Blocks until rank 0 has them, or is gone.
 
-        ``failed``: the program of this rank has. Then it blocks for `FAILED_S` while that of rank 0 runs; and until
-        rank 0 has those of all ranks, as torchrun ends the others of this node when this command ends by an error.
+        ``failed``: whether the program of this rank has failed. Then it waits no longer than `FAILED_S` while the
+        program of rank 0 runs; and at the end it waits until rank 0 has the files of all ranks, `TAKEN_S` at most.
         """
         if self._store is None:
             return
@@ -101,9 +103,9 @@ class Courier:
                     return
 
     def take(self, ranks: Sequence[int], folder: Path, failed: bool) -> None:
-        """Rank 0 takes the files of these ranks: into the folder, as far as they come. Blocks.
+        """On rank 0: take the files of these ranks into the folder, as far as they come. Blocks.
 
-        ``failed``: its own program has. Then it waits for programs that still run for `FAILED_S` in all.
+        ``failed``: whether its own program has failed. Then it waits `FAILED_S` in all for programs that still run.
         """
         if self._store is None:
             return
@@ -130,7 +132,7 @@ class Courier:
                 file.write_bytes(content)
 
     def _get(self, rank: int, what: str) -> bytes | None:
-        """What a rank sends, which is gone then; None if it is gone itself."""
+        """Wait for what a rank sends, and remove it from the store. None if the rank's command is gone."""
         assert self._store is not None
         key = f"{rank}/{what}"
         for does in self._states(rank):
@@ -143,7 +145,7 @@ class Courier:
         return None
 
     def _states(self, rank: int) -> Iterator[str]:
-        """What a rank's command does, again and again while that lives."""
+        """What a rank's command does, again and again, with a pause. It ends when the command counts as gone."""
         assert self._store is not None
         begin = changed = now = time.monotonic()
         last, (shortest, longest) = b"", PAUSES_S

@@ -1,9 +1,9 @@
-"""A timeline in Chrome's JSON for traces, which Perfetto opens: https://ui.perfetto.dev.
+"""Writes a timeline in Chrome's "Trace Event Format" (JSON), which Perfetto opens: https://ui.perfetto.dev.
 
-A rank is a process, a program a thread; where a program does several things at a time it has further threads. An event
-is a complete event ("X") with its duration, a flow two ("s" and "f") that are tied to events by lying within them (the
-"Trace Event Format", "Flow Events"). A flow leads from what ended a wait, where that began, to the wait, or, if this
-was waiting already, to a part of it that is called arrival. Times are microseconds.
+A rank is a process of the format, and a program a thread. A program that does several things at a time has several
+threads. An event is a complete event ("X"). A flow is two events ("s" and "f"), which belong to the events that they
+lie within ("Flow Events"). It leads from the begin of what ended a wait to that wait. If the wait had begun before, it
+leads to an extra event within the wait, "arrival", as Perfetto shows no flow back in time. Times are microseconds.
 """
 
 import json
@@ -17,9 +17,9 @@ from iris.commands.files import written
 from iris.tracing.timeline import RAIL, Event, Timeline, tracks
 from iris.world.rail import Transfer
 
-# Threads of a program: so many things at a time.
+# Numbers of threads that each program has for itself: for so many things at a time.
 TRACKS = 64
-# Rails have further ones, after those of any program.
+# The first thread of a rank's rails, after those of all programs.
 RAIL_THREADS = 1 << 30
 
 _SORTED_FIRST = {"args": {"sort_index": -1}}
@@ -30,7 +30,7 @@ def write(timeline: Timeline, path: Path) -> None:
     """``path`` becomes a file that https://ui.perfetto.dev opens."""
     with written(path), open(path, "w") as file:
         file.write(f'{{"displayTimeUnit": "ns",\n"otherData": {json.dumps(_about(timeline))},\n"traceEvents": [')
-        # One by one, as all of them would be a text of hundreds of megabytes.
+        # Record by record: all of them in one text would be hundreds of megabytes.
         for number, record in enumerate(_records(timeline)):
             file.write(f"{',' if number else ''}\n{json.dumps(record)}")
         file.write("\n]}\n")
@@ -51,7 +51,7 @@ def _about(timeline: Timeline) -> dict:
 def _hosts(timeline: Timeline) -> list[dict]:
     """By how much the clock of each host was ahead of the first one's, when recording began and when it ended.
 
-    In the order of their first ranks. There are no numbers where nobody has compared them.
+    Hosts are in the order of their first ranks. The lists are empty where the clocks have not been compared.
     """
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(timeline.hosts):
@@ -72,6 +72,7 @@ def _hosts(timeline: Timeline) -> list[dict]:
 
 
 def _records(timeline: Timeline) -> Iterator[dict]:
+    """All records of the file: names of processes and threads, then events, then flows."""
     threads = []
     for rank, device in sorted(timeline.devices.items()):
         host = f" on {timeline.hosts[rank].name}" if rank in timeline.hosts else ""
@@ -100,7 +101,7 @@ def _records(timeline: Timeline) -> Iterator[dict]:
 
 
 def _arrival(begin: float, end: float, wait: Event, thread: int) -> dict:
-    """The last part of a wait, in which its end was on its way: for Perfetto a flow leads to what begins later."""
+    """The last part of a wait, while what ended it was on its way. It begins late enough for a flow to lead there."""
     return {
         "ph": "X",
         "name": "arrival",
@@ -127,7 +128,7 @@ def _category(event: Event) -> str:
 
 
 def _of_transfer(transfer: Transfer) -> dict:
-    """Bytes are one number where they are the same for all ranks."""
+    """What is shown of a transfer. Bytes are one number if they are the same for all ranks."""
     found: dict = {"part of": transfer.call}
     for way, ranks, nbytes in (
         ("to", transfer.targets, transfer.sent),
@@ -139,6 +140,7 @@ def _of_transfer(transfer: Transfer) -> dict:
 
 
 def _slice(event: Event, thread: int) -> dict:
+    """The record of an event."""
     arguments: dict = {"pid_m": event.pid_m, "pid_n": event.pid_n}
     if event.transfer is not None:
         arguments = _of_transfer(event.transfer)

@@ -1,13 +1,13 @@
-"""One clock for all ranks: how far each GPU's clock is from that of the first rank, found by sending times to and fro.
+"""Compares the clock of each GPU of a host with that of the first rank, by signals to and fro, as NTP does.
 
-The first rank reads its clock (t0), signals, and reads again when the answer is there (t3); the other one reads when
-the signal is there (t1) and when it answers (t2). If both ways take the same time, the other's clock is ahead by
-((t1 - t0) + (t2 - t3)) / 2; whatever they take, it is not off by more than half of the time under way,
-((t3 - t0) - (t2 - t1)) / 2 (Mills, "Internet Time Synchronization: the Network Time Protocol", 1991). Of `ROUNDS`
-rounds the one with the shortest way counts. Clocks also run at slightly different speeds, so they are compared when
-recording begins and when it ends, and times in between are corrected in proportion.
+The first rank reads its clock (t0), signals, and reads it again when the answer has come (t3). The other rank reads its
+clock when the signal has come (t1), and when it answers (t2). If both directions take equally long, the other's clock
+is ahead by ((t1 - t0) + (t2 - t3)) / 2. However long they take, that is wrong by no more than half of the time on the
+link, ((t3 - t0) - (t2 - t1)) / 2 (Mills, "Internet Time Synchronization: the Network Time Protocol", 1991). Of `ROUNDS`
+rounds the one with the least time on the link is taken. Clocks also run at slightly different speeds (drift). So they
+are compared when recording begins and when it ends, and times in between are corrected in proportion.
 
-In the simulator all ranks read the host's clock, and nothing is to be compared.
+In the simulator all ranks of a host read the host's clock, and nothing is compared.
 """
 
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ ROUNDS = 200
 def exchange_times(context_tensor, flags, peer, first, times, ROUNDS: tl.constexpr, LEADS: tl.constexpr):
     """``times``: int64 ``[ROUNDS, 2]``, t0 and t3 of each round if this rank `LEADS`, else t1 and t2.
 
-    ``flags``: int32 ``[num_ranks]``; ``flags[r]`` is set by rank r alone, to the number of the round. It is only ever
-    waited for to be reached, and rounds are numbered on from ``first`` for the life of the workspace. Over the link: a
-    flag each way, a round.
+    ``flags``: int32 ``[num_ranks]``; ``flags[r]`` is set by rank r alone, to the number of the round. Waits are for
+    that number or a later one, and rounds are numbered on from ``first`` for the life of the workspace. Over the link:
+    one flag in each direction for each round.
     """
     ctx = DeviceContext.initialize(context_tensor)
     theirs = ctx.translate(flags + ctx.cur_rank, peer)
@@ -54,7 +54,7 @@ def exchange_times(context_tensor, flags, peer, first, times, ROUNDS: tl.constex
 
 @dataclass(frozen=True)
 class Comparison:
-    """At ``local_ns`` on its clock a rank was ahead of the first one by ``ahead_ns``, give or take ``error_ns``."""
+    """When a rank's clock showed ``local_ns``, it was ahead of the first rank's by ``ahead_ns`` ± ``error_ns``."""
 
     local_ns: int
     ahead_ns: int
@@ -62,7 +62,7 @@ class Comparison:
 
 
 class Clock:
-    """Compares the clocks of a group's ranks. Made collectively."""
+    """Compares the clocks of a group's ranks. Construction is collective."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace, self._rounds = workspace, 0
@@ -102,7 +102,7 @@ class Clock:
 
 
 def ahead(leader: np.ndarray, follower: np.ndarray) -> Comparison:
-    """By how much the follower's clock is ahead. Both int64 ``[rounds, 2]``, as `exchange_times` leaves them, in ns."""
+    """By how much the follower's clock is ahead. Both are in ns, int64 ``[rounds, 2]``, as `exchange_times` writes."""
     under_way = (leader[:, 1] - leader[:, 0]) - (follower[:, 1] - follower[:, 0])
     best = int(under_way.argmin())
     (sent, back), (got, answered) = leader[best].tolist(), follower[best].tolist()
@@ -110,7 +110,7 @@ def ahead(leader: np.ndarray, follower: np.ndarray) -> Comparison:
 
 
 def common(local_ns: np.ndarray, before: Comparison, after: Comparison) -> np.ndarray:
-    """Times of this rank's clock, int64 ns, on the first rank's."""
+    """Convert times of this rank's clock, int64 ns, to the first rank's."""
     between = after.local_ns - before.local_ns
     if between <= 0:
         return local_ns - before.ahead_ns
@@ -119,7 +119,10 @@ def common(local_ns: np.ndarray, before: Comparison, after: Comparison) -> np.nd
 
 
 def error_between(local_ns: np.ndarray, before: Comparison, after: Comparison) -> float:
-    """By how much `common` may be off for these times, in ns, if the clocks drift evenly: more outside of both."""
+    """By how much `common` may be wrong for these times, in ns, if the drift is constant.
+
+    It grows for times before the first comparison or after the second.
+    """
     worst, between = float(max(before.error_ns, after.error_ns)), after.local_ns - before.local_ns
     if between <= 0 or not len(local_ns):
         return worst

@@ -14,33 +14,36 @@ from iris.commands.shared_folder import await_, leave, shared_folder
 from iris.errors import names
 from iris.language.tracing import VARIABLE
 from iris.tracing import between_nodes, chrome, picture, summary
-from iris.tracing.between_nodes import FAILED_S, TAKEN_S, Courier
+from iris.tracing.between_nodes import FAILED_S, TAKEN_S, FileExchange
 from iris.tracing.rank_recording import Recording
 from iris.tracing.recording import EVENTS_VARIABLE, FOLDER_VARIABLE
 from iris.tracing.timeline import Timeline, assemble
 
 NO_STORE = " Recordings of other nodes come through the store of torchrun's agents, and this torchrun has none."
 
-# The file by which rank 0 says that it is done.
+# The file by which rank 0 tells other ranks of its node that it has shown the trace.
 SHOWN = "shown"
 
 
 def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, max_events: int) -> int:
-    """Returns the exit status, which is the program's; 1 if it recorded nothing. The first rank speaks for all."""
+    """Run the program traced, on each rank; rank 0 shows what all have recorded.
+
+    Returns the exit status of the program; 1 if nothing was recorded.
+    """
     forget_other_launchers()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     for path in filter(None, (out, image)) if rank == 0 else ():
         check_writable(path)
-    # Ranks of a node follow each other. Those of others share no folder with the first.
+    # The ranks of a node are consecutive. Those of other nodes share no folder with rank 0.
     of_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     store = between_nodes.store() if of_this_node < size else None
-    with as_command(), shared_folder("iris-trace") as folder, Courier(store, rank) as courier:
+    with as_command(), shared_folder("iris-trace") as folder, FileExchange(store, rank) as exchange:
         settings = {VARIABLE: "1", FOLDER_VARIABLE: str(folder), EVENTS_VARIABLE: str(max_events)}
         with running(program, arguments, settings) as process:
             status = process.wait()
         on_first_node = os.environ.get("GROUP_RANK", "0") == "0"
         if not on_first_node:
-            courier.send(sorted(folder.glob(f"rank{rank}.*.npz")), failed=status != 0)
+            exchange.send(sorted(folder.glob(f"rank{rank}.*.npz")), failed=status != 0)
         leave(folder / f"over{rank}", status)
 
         def are_over() -> bool:
@@ -48,7 +51,7 @@ def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, 
 
         if rank:
             if status and on_first_node:
-                # torchrun ends all ranks of a node when one has failed: rank 0 is to show before what there was.
+                # torchrun ends all ranks of the node when this command ends by an error. Rank 0 shows the trace before.
                 begin = time.monotonic()
                 await_(
                     lambda: (
@@ -57,7 +60,7 @@ def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, 
                 )
             return status
         await_(are_over)
-        courier.take(range(of_this_node, size), folder, failed=status != 0)
+        exchange.take(range(of_this_node, size), folder, failed=status != 0)
         timeline = assemble([Recording.load(file) for file in sorted(folder.glob("rank*.npz"))])
         console = Console()
         if status:

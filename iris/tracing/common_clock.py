@@ -1,10 +1,11 @@
-"""Times of all recordings on one clock, that of the first rank, along the comparisons that contexts have made.
+"""Converts the times of all recordings to one clock, that of the first rank, by the comparisons of several contexts.
 
 A context compares the clocks of its ranks with that of its first rank, its *reference* (`iris.tracing.clock`,
-`iris.tracing.host_clocks`). A program may have several, of some ranks each: their references differ. What one context
-has found of a clock holds for recordings of the others, since a rank reads one clock in all of them. So from the clock
-of each recording the shortest way leads along comparisons to the first rank's. Where there is none, nobody knows
-how far the clocks are apart, and times stay on that of the reference.
+`iris.tracing.host_clocks`). A program may have several contexts with different ranks, and so different references. A
+rank reads the same clock in all of its contexts, so what one context has found of it holds for the others. So clocks
+are the nodes of a graph, and comparisons its edges. From the clock of each recording the shortest path to the clock of
+the first rank is taken. If there is none, the two clocks have not been compared, and times stay on that of the
+reference.
 """
 
 from collections import defaultdict
@@ -18,23 +19,24 @@ from iris.tracing.rank_recording import Recording
 
 
 @dataclass(frozen=True)
-class Way:
-    """From a clock to another one: comparisons when recording began and when it ended, and whether they are of hosts.
+class ClockPath:
+    """A path from one clock to another.
 
-    ``apart``: None if it leads to the first rank's clock, else to whose it does.
+    ``steps``: for each edge the comparisons when recording began and when it ended, and whether they are between hosts.
+    ``apart``: None if the path leads to the first rank's clock, else the clock that it leads to.
     """
 
     steps: tuple[tuple[Comparison, Comparison, bool], ...] = ()
     apart: Hashable = None
 
-    def follow(self, local_ns: np.ndarray) -> np.ndarray:
-        """Times at its begin, int64 ns, at its end."""
+    def convert(self, local_ns: np.ndarray) -> np.ndarray:
+        """Times of the clock at its begin, int64 ns, on the clock at its end."""
         for before, after, _ in self.steps:
             local_ns = common(local_ns, before, after)
         return local_ns
 
     def errors(self, local_ns: np.ndarray) -> tuple[float, float]:
-        """By how much it may be off, in ns: within hosts, and between these."""
+        """By how much the result of `convert` may be wrong, in ns: from steps within hosts, and from those between."""
         within = between = 0.0
         for before, after, of_hosts in self.steps:
             error = error_between(local_ns, before, after)
@@ -44,24 +46,26 @@ class Way:
 
 
 def reference(recordings: Sequence[Recording]) -> int:
-    """The rank on whose clock all times are to be."""
+    """The rank to whose clock all times are converted."""
     return min((recording.ranks[0] for recording in recordings), default=0)
 
 
-def ways(recordings: Sequence[Recording]) -> list[Way]:
-    """For each recording, how its times get on the clock of the `reference` of all."""
+def clock_paths(recordings: Sequence[Recording]) -> list[ClockPath]:
+    """For each recording, the path to the clock of the `reference`."""
     hosts = {recording.rank: recording.host.key for recording in recordings}
 
     def clock(rank: int, recording: Recording) -> Hashable:
-        """Simulated ranks of a host read one clock, GPUs have one each."""
+        """What identifies the clock of a rank: each GPU has one, and the simulated ranks of a host share one."""
         if recording.device != "cpu":
             return rank
         return hosts.get(rank, rank) if recording.host.compared else recording.host.key
 
+    # The edges: each recording has one, from the clock of its rank to that of its context's first rank.
     own = [_steps(recording) for recording in recordings]
     begins = [clock(recording.rank, recording) for recording in recordings]
     ends = [clock(recording.ranks[0], recording) for recording in recordings]
     first = reference(recordings)
+    # The steps from each clock that a path has been found for, beginning with the first rank's own.
     known: dict[Hashable, tuple] = {
         end: () for end, recording in zip(ends, recordings, strict=True) if recording.ranks[0] == first
     }
@@ -69,20 +73,23 @@ def ways(recordings: Sequence[Recording]) -> list[Way]:
     for begin, end, steps in zip(begins, ends, own, strict=True):
         leads_to[end].append((begin, steps))
     reached = list(known)
-    for end in reached:  # which grows: the nearest first
+    for end in reached:  # Breadth first. The list grows meanwhile.
         for begin, steps in leads_to[end]:
             if begin not in known:
                 known[begin] = steps + known[end]
                 reached.append(begin)
     found = []
     for begin, end, steps in zip(begins, ends, own, strict=True):
+        # By the recording's own edge first, or by those of other recordings of the same rank: the shorter path is
+        # taken.
         through = [steps + known[end]] if end in known else []
         through += [known[begin]] if begin in known else []
-        found.append(Way(min(through, key=len)) if through else Way(steps, apart=end))
+        found.append(ClockPath(min(through, key=len)) if through else ClockPath(steps, apart=end))
     return found
 
 
 def _steps(recording: Recording) -> tuple[tuple[Comparison, Comparison, bool], ...]:
+    """From the clock of the recording's rank to that of its host's first rank, and on to that of the first host's."""
     steps = [(recording.before, recording.after, False)]
     if recording.host.compared:
         steps.append((*recording.host.compared, True))

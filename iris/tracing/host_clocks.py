@@ -1,17 +1,17 @@
-"""One clock for all hosts: how far the clock of each is from the first one's, found by exchanges along a rail.
+"""Compares the clock of each host with that of the first one, by exchanges along a rail.
 
-The first local ranks of all hosts, a rail, exchange a byte again and again. Each reads its clock when it begins (a) and
-when it has everybody's byte (b). Nobody has all before all have begun. With another rank's times as they are on its
-clock, which is ahead by x, that says
+The ranks with local rank 0 on all hosts, a rail, exchange a byte again and again. Each reads its clock when it begins
+(a) and when it has everybody's byte (b). No rank has all bytes before all ranks have begun. Let another rank's times on
+its own clock be a' and b', and let that clock be ahead by x. Then
 
     b' - x >= a   and   b >= a' - x,   so   a' - b <= x <= b' - a.
 
-The middle is taken, and the error is half of the way between, ((b - a) + (b' - a')) / 2. These are the offset and the
-bound of a message to and fro that is sent at a and received at b', and answered at a' and received at b (Cristian,
-"Probabilistic clock synchronization", Distributed Computing 3, 1989; Mills, RFC 5905, section 8), in which the answer
-may leave before the question comes. Of `ROUNDS` exchanges the one with the least error counts.
+The middle of that interval is taken, and half of its length is the error: ((b - a) + (b' - a')) / 2. That is what NTP
+computes for a message sent at a and received at b', and its answer sent at a' and received at b (Cristian,
+"Probabilistic clock synchronization", Distributed Computing 3, 1989; Mills, RFC 5905, section 8). Here the "answer" may
+leave before the message has come. Of `ROUNDS` exchanges the one with the least error is taken.
 
-The byte goes by what the hosts exchange data with: NCCL between clocks of GPUs, Gloo between those of simulators.
+The byte goes the way of all data between hosts: by NCCL between clocks of GPUs, by Gloo between those of simulators.
 """
 
 import time
@@ -31,7 +31,8 @@ from iris.world.rail import Transfer, timed_by
 
 ROUNDS = 50
 
-# A GPU waits for so long before the exchanges, in which the host enqueues them: else its pace would be part of each.
+# The GPU waits so long before the exchanges, while the host enqueues them all. Else the host's pace would be
+# measured.
 HOLD_NS = 30_000_000
 
 
@@ -39,8 +40,8 @@ HOLD_NS = 30_000_000
 class HostClock:
     """The clock of a host, which is that of its first rank in a context.
 
-    ``key``: what distinguishes the host from others; ``name``: what people call it; ``compared``: its clock with that
-    of the first host of the context, when recording began and when it ended; None where the context has one host.
+    ``key``: a text that no other host has. ``name``: the host's name for people. ``compared``: its clock against that
+    of the context's first host, when recording began and when it ended; None if the context has one host.
     """
 
     key: str
@@ -63,7 +64,7 @@ def hold(ns):
 
 
 class _Exchanges:
-    """A timer of a rail by Gloo: [when it began, when it had all], in ns, without what the host does around it."""
+    """A timer for rails by Gloo: [begin, end] of each transfer, in ns, without what the host does around it."""
 
     def __init__(self) -> None:
         self.times: list[list[int]] = []
@@ -94,12 +95,12 @@ def compare(group: Group, hosts: Hosts, rail: Rail, device: torch.device) -> Com
     first, this = (np.array(everyone[ranks[0]], dtype=np.int64) for ranks in (hosts.ranks[0], hosts.local_ranks))
     if hosts.number == 0:
         return Comparison(int(this[0, 0]), 0, 0)
-    # The byte of the first rank was "received" at b', and that of this one "sent" at a'.
+    # `ahead` takes when a follower received and when it answered: here b' and a', so the columns are swapped.
     return ahead(first, this[:, ::-1])
 
 
 def _exchange(group: Group, rail: Rail, hosts: int, device: torch.device) -> list[list[int]]:
-    """When this rank began, and when it had all bytes, of each exchange, in ns of its clock."""
+    """For each exchange when this rank began, and when it had all bytes, in ns of its clock."""
     mine, all_of_them = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (1, hosts))
     if device.type == "cpu":
         exchanges = _Exchanges()
@@ -111,7 +112,7 @@ def _exchange(group: Group, rail: Rail, hosts: int, device: torch.device) -> lis
     with timed_by(group, None):
         for number in range(ROUNDS):
             if number == 1:
-                # All kernels have been loaded by now: this one with nothing to wait for.
+                # The first exchange has loaded all other kernels. `hold` is loaded by a launch that holds nothing.
                 hold[(1,)](0, num_warps=1)
                 hold[(1,)](HOLD_NS, num_warps=1)
             read_clock[(1,)](times, 2 * number, num_warps=1)

@@ -1,4 +1,4 @@
-"""A timeline as a picture, for where there is no browser: SVG, PNG or whatever else matplotlib writes."""
+"""Draws a timeline, for where there is no browser: as SVG, PNG or another format of matplotlib."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -24,22 +24,22 @@ COLOURS = {
     "rail": "#b279a2",
 }
 UNITS = {"s": 1e6, "ms": 1e3}
-# Above this many, arrows hide what they belong to.
+# If there are more flows than this, none are drawn: the arrows would hide the events.
 MOST_ARROWS = 200
-# Above this many events a picture by shapes is larger than one by dots.
+# If there are more events than this, they are drawn as pixels also in vector formats: the file is smaller then.
 MOST_SHAPES = 500
-# Programs of a rank that are shown; of more, so many at most, evenly chosen.
+# How many programs of a rank are shown at most. Of more programs, evenly chosen ones are shown.
 MOST_PROGRAMS = 24
 MOST_LABELS = 20
-# How large labels are, and how far apart at least.
+# The size of labels, and the least distance between two.
 LABEL_POINTS, LABEL_INCHES = 8, 0.13
-# Ranks of which the label of a rail's row says what they were sent.
+# The label of a rail's row says what was sent to each rank if there are no more than these, else only the sum.
 MOST_TARGETS = 3
 BYTES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
 
 def kind(event: Event) -> str:
-    """Which of `COLOURS` it has."""
+    """The key in `COLOURS` of an event."""
     if event.transfer is not None:
         return "rail"
     if event.name == "compute":
@@ -54,8 +54,10 @@ def kind(event: Event) -> str:
 
 
 def draw(timeline: Timeline, path: Path) -> None:
-    """``path`` becomes the picture, of the kind that its ending says: by rank from above, a line a program, or more
-    where it does several things at a time."""
+    """Draw the timeline into the file ``path``, in the format of its suffix.
+
+    Ranks follow each other from above. Each program has a line, or more where it does several things at a time.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -63,13 +65,13 @@ def draw(timeline: Timeline, path: Path) -> None:
     from matplotlib.patches import Patch
 
     lines, height = _lines(timeline)
-    # Of many ranks each has room for its name; but a picture as high as that of a hundred is none.
+    # In inches: at least room for each rank's name, but no more than that of a hundred ranks.
     ranks = len({timeline.events[i].rank for i in lines})
     size = max(1.5, min(8, 0.2 * height), min(20, 0.2 * ranks))
     figure, axes = pyplot.subplots(figsize=(10, size))
     span = max((event.ended for event in timeline.events), default=0.0)
     unit, scale = next(((name, us) for name, us in UNITS.items() if span >= 10 * us), ("µs", 1.0))
-    # In an order in which what happens within something else is drawn after it.
+    # In the order of COLOURS: what happens within other events comes later there, so it is drawn over them.
     for name in COLOURS:
         bars: dict[float, list[tuple[float, float]]] = defaultdict(list)
         for i, line in lines.items():
@@ -101,7 +103,7 @@ def draw(timeline: Timeline, path: Path) -> None:
 
 
 def _lines(timeline: Timeline) -> tuple[dict[int, float], float]:
-    """On which line the events are that are shown, counted from above, and how many lines there are."""
+    """The line of each event that is shown, by the event's index, counted from above; and the number of lines."""
     lines: dict[int, float] = {}
     height = 0.0
     programs = _programs(timeline.events)
@@ -126,7 +128,7 @@ def _programs(events: Iterable[Event]) -> Counter[int]:
 
 
 def _sent(events: Iterable[Event]) -> dict[int, str]:
-    """What the rails of each rank have sent in all, in words."""
+    """What the rails of each rank have sent in all, by rank, in words."""
     bytes_to: dict[int, Counter[int]] = defaultdict(Counter)
     for event in events:
         if event.transfer is not None:
@@ -142,13 +144,13 @@ def _sent(events: Iterable[Event]) -> dict[int, str]:
 
 
 def _short(nbytes: int) -> str:
-    """As in "1.5 MB": of thousands, as the rates in the tables are."""
+    """As in "1.5 MB", with 1 MB as 10^6 bytes, like the rates of the tables."""
     unit = next((unit for unit in BYTES if nbytes >= BYTES[unit]), "B")
     return f"{nbytes / BYTES.get(unit, 1):.3g} {unit}"
 
 
 def _label(axes: "Axes", timeline: Timeline, lines: dict[int, float], inches: float) -> None:
-    """Say which rank is where, and which program if there is room for it. ``inches``: the height of a line."""
+    """Label the lines: by program if there is room for that, else by rank. ``inches``: the height of a line."""
     programs, every_program = _programs(map(timeline.events.__getitem__, lines)), _programs(timeline.events)
     sent = _sent(timeline.events)
 

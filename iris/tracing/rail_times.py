@@ -1,22 +1,25 @@
-"""When transfers between hosts began and ended, as `iris.world.rail` tells them: rows of their own in a trace.
+"""Notes when transfers between hosts began and ended: the timer of `iris.world.rail` for traces.
 
-A transfer begins when its rank has come to it, and ends when what it brings is there. So the time that a rank waits for
-another host is part of it, and no transfer ends before all have begun whose data it brings.
+A transfer begins when its rank has come to it, and ends when the data that it receives are there. So it includes the
+time for which a rank waits for another host, and no transfer ends before all those have begun whose data it receives.
 
-In the simulator the host reads the clock that kernels read there. On a GPU two kernels do, so that the times are on
-the clock of all other events, and a CUDA graph notes them each time it is replayed: one on the stream of the call
-before the transfer, and one on a stream of the rail's own, which waits for the transfer and for nothing else.
+In the simulator the host reads the clock that kernels read there (`HostTimes`). On a GPU two kernels read it
+(`StreamTimes`): one on the stream of the call, before the transfer, and one on a stream of the rail's own, which waits
+for the transfer and for nothing else. So the times are on the clock of all other events, and a CUDA graph notes them at
+each replay.
 
-What a transfer was, its `Transfer`, is kept for as long as a row may refer to it, and no longer: a program may be
-traced for days. On a GPU a row has a number in its place, and
+On a GPU a row of the table has two times and a number. The host knows which `Transfer` a number stands for. A program
+may be traced for days, so it forgets numbers to which no row can refer any more:
 
-1. no number is ever given to a second transfer, so a number that is still under way means what it did. Equal transfers
-   share one, for as long as that is kept.
-2. A graph writes the numbers that it was captured with in each replay. They are kept while any graph of the process
-   lives (`StreamTimes.forget`); torch does not say which.
-3. Without a graph, only the first `ROOM` transfers to begin after a `forget` have a row. The host may be ahead of the
-   GPU by `UNDER_WAY`. So of what it enqueues after a `forget` the first ``ROOM + UNDER_WAY`` are kept, and of what it
-   has enqueued before, on streams that the `forget` did not wait for, the last `UNDER_WAY`.
+1. No number is used for a second transfer, so a kernel that is still enqueued writes a number that means the same.
+Equal
+   transfers share a number as long as it is kept.
+2. A graph writes the numbers that it was captured with at each replay. They are kept as long as any graph of the
+process
+   lives (`StreamTimes.forget`), since torch does not say which graph it is.
+3. Outside graphs only the first `ROOM` transfers that begin after a `forget` have a row. The host may be ahead of the
+   GPU by `UNDER_WAY` transfers. So the numbers of the first ``ROOM + UNDER_WAY`` that are enqueued after a `forget` are
+   kept, and of the last `UNDER_WAY` before it, which may be on streams that the `forget` did not wait for.
 """
 
 import threading
@@ -39,46 +42,50 @@ from iris.language.clock import clock
 from iris.world.rail import Transfer
 
 ROOM = 1 << 16
-"""Transfers for which there is room."""
+"""The number of rows: how many transfers are noted."""
 
 # A row, int64: when it began and ended, in ns of the rank's clock (0: it has not), and the number of its `Transfer`.
 WORDS = 3
 BEGAN, ENDED, NUMBER = map(tl.constexpr, range(WORDS))
 
-# Transfers that the host may have enqueued and that have not ended. Each has a word for the row that its beginning
-# took, and 16 bytes for the word: kernels are compiled for how their pointers are aligned.
+# How many transfers the host may have enqueued that have not ended. Each has a word, in which the kernel at its begin
+# leaves the index of its row for the kernel at its end. A word is alone in 16 bytes, so that all words are aligned
+# alike: kernels are compiled for the alignment of their pointers.
 UNDER_WAY = 4096
 
-# The number of a transfer that will have no row.
+# The number of a transfer that gets no row.
 NO_NUMBER = -1
 
 
 class RailTimes(ABC):
-    """What is known of the transfers of a rank's rails: an `iris.world.rail.Timer`."""
+    """The times of the transfers of a rank's rails: an `iris.world.rail.Timer`."""
 
     def __init__(self) -> None:
-        # Messages may be sent and received by two threads (`iris.world.links`).
+        # Two threads may use a link, one that sends and one that receives (`iris.world.links`).
         self._lock = threading.Lock()
 
     @abstractmethod
     def timed(self, transfer: Transfer, start: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], None]]:
-        """As `iris.world.rail.Timer` says."""
+        """See `iris.world.rail.Timer`."""
 
     @abstractmethod
     def forget(self, idle: bool = False) -> None:
-        """Forget what there was; on a GPU enqueued on the current stream. ``idle``: nothing of this rank is running."""
+        """Forget all times; on a GPU enqueued on the current stream. ``idle``: nothing of this rank is running."""
 
     @abstractmethod
     def recorded(self) -> tuple[np.ndarray, tuple[Transfer, ...], int]:
-        """int64 ``[transfers, WORDS]``, what their numbers mean, how many had no room. Does not wait for the GPU."""
+        """The rows, int64 ``[transfers, WORDS]``; what their numbers stand for; and how many transfers had no room.
+
+        Does not wait for the GPU.
+        """
 
 
 class HostTimes(RailTimes):
-    """By the host's clock, for rails that it waits for."""
+    """The times by the host's clock, for rails for which the host waits (Gloo)."""
 
     def __init__(self) -> None:
         super().__init__()
-        # When each began and ended, and what it was.
+        # [begin, end] of each transfer, and what it was.
         self._rows: list[tuple[list[int], Transfer]] = []
         self._lost = 0
 
@@ -113,7 +120,7 @@ class HostTimes(RailTimes):
         return np.array(rows, dtype=np.int64).reshape(-1, WORDS), tuple(numbers), lost
 
 
-# Compiled once, whatever the number is: 1, say, would be a constant of its own.
+# `do_not_specialize`: one binary for all numbers. Without it the number 1, for example, would have one of its own.
 @triton.jit(do_not_specialize=["number"])
 def note_beginning(taken, rows, place, number, ROOM: tl.constexpr, WORDS: tl.constexpr):
     """Take the next row of ``rows`` (int64 ``[ROOM, WORDS]``), leave its number in ``place``, and write the time."""
@@ -133,7 +140,7 @@ def note_end(rows, place, ROOM: tl.constexpr, WORDS: tl.constexpr):
 
 
 class StreamTimes(RailTimes):
-    """By the GPU's clock, for rails that are enqueued. Construction blocks the host."""
+    """The times by the GPU's clock, for rails whose transfers are enqueued (NCCL). Construction blocks the host."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -141,15 +148,16 @@ class StreamTimes(RailTimes):
         self._taken = keep(lambda: torch.zeros(1, dtype=torch.int64, device=device), device)
         self._rows = keep(lambda: torch.zeros(ROOM, WORDS, dtype=torch.int64, device=device), device)
         self._places = keep(lambda: torch.zeros(UNDER_WAY, 2, dtype=torch.int64, device=device), device)
-        # Transfers that were enqueued, those in graphs left out; and how many there were at the last `forget`.
+        # How many transfers were enqueued outside graphs; and how many of these before the last `forget`.
         self._enqueued = self._forgotten = 0
-        # What numbers mean, which comes next, and when each was last enqueued. `_in_graphs` has those that graphs keep.
+        # The transfer of each number, the number of each transfer, the next number, and the value of `_enqueued` when
+        # each was last enqueued. `_in_graphs` has the numbers that graphs use.
         self._described: dict[int, Transfer] = {}
         self._numbers: dict[Transfer, int] = {}
         self._next = 0
         self._last_use: dict[int, int] = {}
-        self._sides: dict[str, torch.cuda.Stream] = {}
-        # Both are loaded now: a capture must not do that.
+        self._wait_streams: dict[str, torch.cuda.Stream] = {}
+        # Launch both kernels now, as they cannot be loaded during a capture.
         place = self._places[0]
         self._begin(place, 0)
         self._end(place)
@@ -157,10 +165,11 @@ class StreamTimes(RailTimes):
         torch.cuda.current_stream(device).synchronize()
 
     def timed(self, transfer: Transfer, start: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], None]]:
+        # `started` has an element once torch has returned a work, and so runs the transfer on a stream of its own.
         capturing, held, started = is_current_stream_capturing(), [start], list[bool]()
         with self._lock:
             number, place = self._in_graph(transfer) if capturing else self._enqueue(transfer)
-        side = self._side(transfer.rail)
+        side = self._wait_stream(transfer.rail)
         self._begin(place, number)
 
         def start_timed() -> Any:
@@ -175,12 +184,12 @@ class StreamTimes(RailTimes):
 
         def join() -> None:
             if not started:
-                # It was on the current stream itself, or there was nothing to send.
+                # The transfer was on the current stream itself, or there was nothing to send.
                 self._end(place)
             elif capturing:
-                # A capture ends on the stream on which it began.
+                # All streams of a capture must join the one on which it began.
                 torch.cuda.current_stream(self._device).wait_stream(side)
-            # Until here this holds the tensors: at the first `wait` of a work, the one above, torch lets go of them.
+            # `start` holds the tensors until here: torch lets go of them at the first `wait` of a work, the one above.
             held.clear()
 
         return start_timed, join
@@ -188,7 +197,7 @@ class StreamTimes(RailTimes):
     def forget(self, idle: bool = False) -> None:
         self._taken.zero_()
         if idle and _in_graphs and not a_graph_lives():
-            # Those of other contexts, too: one process has one device, and nothing runs on it.
+            # Those of other contexts, too: a process has one device, and nothing runs on it.
             _in_graphs.clear()
         with self._lock:
             self._forgotten = self._enqueued
@@ -204,13 +213,13 @@ class StreamTimes(RailTimes):
         with self._lock:
             numbers = [number for number in np.unique(rows[:, NUMBER.value]).tolist() if number in self._described]
             described = tuple(self._described[number] for number in numbers)
-        # A row that a kernel is about to write may have any number.
+        # A row that a kernel has taken and not written yet may hold any number.
         rows = rows[np.isin(rows[:, NUMBER.value], numbers)]
         rows[:, NUMBER.value] = np.searchsorted(numbers, rows[:, NUMBER.value])
         return rows, described, taken - len(rows)
 
     def _enqueue(self, transfer: Transfer) -> tuple[int, torch.Tensor]:
-        """A number for a transfer, and a word. The caller holds the lock."""
+        """The number and the word for a transfer outside graphs. The caller holds the lock."""
         self._enqueued += 1
         place = self._places[self._enqueued % UNDER_WAY]
         if self._enqueued - self._forgotten > ROOM + UNDER_WAY:
@@ -220,7 +229,7 @@ class StreamTimes(RailTimes):
         return number, place
 
     def _in_graph(self, transfer: Transfer) -> tuple[int, torch.Tensor]:
-        """The same. A graph keeps its own word, as it will be replayed beside others."""
+        """The number and the word for a captured transfer. It keeps its word, as its graph may run beside others."""
         graphs, number = _in_graphs.setdefault(self, _InGraphs()), self._number(transfer)
         graphs.numbers.add(number)
         if graphs.words % WORDS_AT_A_TIME == 0:
@@ -235,11 +244,11 @@ class StreamTimes(RailTimes):
             self._next += 1
         return self._numbers[transfer]
 
-    def _side(self, rail: str) -> torch.cuda.Stream:
-        """The stream that waits for a rail's transfers. It comes first where there is little room on the GPU."""
-        if rail not in self._sides:
-            self._sides[rail] = torch.cuda.Stream(self._device, priority=-1)
-        return self._sides[rail]
+    def _wait_stream(self, rail: str) -> torch.cuda.Stream:
+        """The stream that waits for a rail's transfers. High priority, so that the kernel at the end starts at once."""
+        if rail not in self._wait_streams:
+            self._wait_streams[rail] = torch.cuda.Stream(self._device, priority=-1)
+        return self._wait_streams[rail]
 
     def _begin(self, place: torch.Tensor, number: int) -> None:
         note_beginning[(1,)](self._taken, self._rows, place, number, ROOM, WORDS, num_warps=1)
@@ -250,7 +259,7 @@ class StreamTimes(RailTimes):
 
 @dataclass
 class _InGraphs:
-    """Of one `StreamTimes`, what graphs that were captured use: numbers, and so many words in these tensors."""
+    """The numbers that captured graphs use of one `StreamTimes`; and their words: how many, and in which tensors."""
 
     numbers: set[int] = field(default_factory=set)
     places: list[torch.Tensor] = field(default_factory=list)
@@ -259,10 +268,10 @@ class _InGraphs:
 
 WORDS_AT_A_TIME = 256
 
-# A graph may be replayed for as long as it lives, and that may be longer than the context does.
+# A graph may be replayed after its context is gone, so what it uses is kept here.
 _in_graphs: dict[StreamTimes, _InGraphs] = {}
 
 
 def times_on(device: torch.device) -> RailTimes:
-    """For the rails of a rank on this device."""
+    """The `RailTimes` for the rails of a rank on this device."""
     return HostTimes() if device.type == "cpu" else StreamTimes(device)

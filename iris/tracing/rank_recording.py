@@ -1,4 +1,4 @@
-"""What one rank has recorded: its events, where their addresses lie, and its clock; as a file, too."""
+"""What one rank has recorded: its events, what lies at their addresses, and its clock. Saved to a file and loaded."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -14,9 +14,9 @@ from iris.world.rail import Transfer
 
 @dataclass(frozen=True)
 class Space:
-    """Memory that ``ranks`` of the world reach in each other: ``size`` bytes, on this one at ``base``.
+    """Memory that some ranks share: ``size`` bytes, at the address ``base`` on this rank.
 
-    ``name`` is the same on all of them, and another one for each.
+    ``ranks``: their global ranks. ``name`` is the same on all of them, and no other memory has it.
     """
 
     name: str
@@ -32,24 +32,27 @@ class Recording:
     Attributes
     ----------
     rank : int
-        In the world.
+        The global rank.
     ranks : tuple of int
-        Those of the context, in the world, by their numbers in it.
+        The global ranks of the context's ranks, by rank in the context.
     device : str
+        The device, as torch names it.
     events : numpy.ndarray
         int64 ``[events, WORDS]``, rows as in `iris.language.tracing`.
     lost : int
-        Events for which there was no room.
+        How many events there was no room for.
     spaces : tuple of Space
+        The shared memory of the process.
     places : dict
-        For each address that is some event's and lies in one of these: what it is of, and which part, in words.
+        For each address of an event in one of the spaces: the tensor that lies there, and which part of it, in words.
     before, after : Comparison
-        Of this rank's clock, with that of the first rank of its host.
+        This rank's clock against that of the first rank of its host, when recording began and when it ended.
     host : HostClock
+        The clock of this rank's host, against those of other hosts.
     transfers : numpy.ndarray
         int64 ``[transfers, 3]``, rows as in `iris.tracing.rail_times`.
     described : tuple of Transfer
-        What these rows are of, by their numbers.
+        What was transferred. The third number of a row is an index into it.
     """
 
     rank: int
@@ -66,7 +69,7 @@ class Recording:
     described: tuple[Transfer, ...] = ()
 
     def save(self, path: Path) -> None:
-        """To a file that is there when it is whole."""
+        """Write the file at once as a whole: who finds it there can load it."""
         header = asdict(self) | {"events": None, "transfers": None}
         with whole(path) as unfinished, open(unfinished, "wb") as file:
             np.savez(file, header=np.array(json.dumps(header)), events=self.events, transfers=self.transfers)

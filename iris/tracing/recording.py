@@ -1,4 +1,4 @@
-"""``ctx.tracing``: switches recording on, and takes what this rank's kernels have recorded from its device."""
+"""``ctx.tracing``: switches recording on, reads what this rank's kernels have recorded, and exports the trace."""
 
 import itertools
 import os
@@ -22,7 +22,7 @@ from iris.language.trace_buffer import ADDRESS, ASKED, HEADER, LAST_LOOKS, ROOM,
 from iris.language.tracing import TRACES_ALL
 from iris.runtime.workspace import Workspace
 from iris.tracing import chrome, host_clocks
-from iris.tracing.between_hosts import bring
+from iris.tracing.between_hosts import gather_files
 from iris.tracing.clock import Clock, Comparison
 from iris.tracing.host_clocks import HostClock
 from iris.tracing.rail_times import RailTimes, times_on
@@ -35,7 +35,7 @@ from iris.world.rail import Timer, Transfer, timed_by
 FOLDER_VARIABLE, EVENTS_VARIABLE = "IRIS_TRACE_FOLDER", "IRIS_TRACE_EVENTS"
 MAX_EVENTS = 1_000_000
 
-# Of the contexts of this process, in the order in which all ranks make them.
+# Numbers the contexts of this process, for the names of files. All ranks make contexts in one order.
 _numbers = itertools.count()
 
 
@@ -47,13 +47,13 @@ class Tracing:
     world
         All ranks.
     workspace
-        Of those of this host.
+        The workspace of this host's ranks, in which their clocks are compared.
     record
-        Through which kernels find where to write.
+        In its words kernels find the address of the buffer.
     drain
         Waits on the host until this rank's kernels are over.
     time_rails
-        Has a timer note the transfers of all rails of the context.
+        Called with a timer, lets it note the transfers of all rails of the context.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class Tracing:
         self._save: Finalize | None = None
 
     def enable_if_wanted(self) -> None:
-        """`enable`, in a program of which ``IRIS_TRACE=1`` wants to know everything. Collective.
+        """With ``IRIS_TRACE=1``: `enable`. Collective.
 
-        Where ``python -m iris trace`` has said where to, the events are saved at the end, by `save` if there is one.
+        If ``python -m iris trace`` has set a folder, the events are saved there by `save`, or else when the program
+        ends.
         """
         if not TRACES_ALL.value:
             return
@@ -92,14 +93,14 @@ class Tracing:
             self._save = Finalize(None, lambda: self.recording(alone=True).save(path), exitpriority=10)
 
     def save(self, alone: bool = False) -> None:
-        """Save the events, if somebody has said where to: before the memory goes away. As `recording`."""
+        """Save the events, if ``python -m iris trace`` has set a folder, while the memory is there. As `recording`."""
         if self._path is None or self._save is None or not self._save.still_active():
             return
         self._save.cancel()
         self.recording(alone).save(self._path)
 
     def enable(self, max_events: int = MAX_EVENTS) -> None:
-        """Record from here on, up to so many events a rank, 112 bytes each. Forgets what was recorded before.
+        """Record from here on, up to ``max_events`` on each rank, 112 bytes each. Forgets what was recorded before.
 
         Collective; blocks the host. The clocks of the ranks are compared, here and in `export`. Raises
         `InvalidCountError` for less than one event.
@@ -131,7 +132,7 @@ class Tracing:
             self._time_rails(self._rail_times)
 
     def reset(self) -> None:
-        """Forget what this rank has recorded so far. Enqueued on the current stream, which others must wait for."""
+        """Forget what this rank has recorded so far. Enqueued on the current stream; other streams must wait for it."""
         buffer = self._check_enabled()
         buffer[ASKED.value] = 0
         buffer[LAST_LOOKS.value :] = 0
@@ -160,7 +161,7 @@ class Tracing:
 
         self._group.agree(check_path, "find where to write its events")
         path = Path(path)
-        timeline = self._assembled(wanted=self._group.rank == 0 or not merge)
+        timeline = self._assemble(wanted=self._group.rank == 0 or not merge)
         if not merge and self._group.size > 1:
             path = path.with_name(f"{path.stem}.rank{self._rank}{path.suffix}")
 
@@ -173,12 +174,15 @@ class Tracing:
 
     def timeline(self) -> Timeline:
         """The events of all ranks, as `export` writes them. Collective, on every rank; blocks the host."""
-        timeline = self._assembled(wanted=True)
+        timeline = self._assemble(wanted=True)
         assert timeline is not None
         return timeline
 
-    def _assembled(self, wanted: bool) -> Timeline | None:
-        """By way of files, as it may be more than the store of a process group should hold. Each host has its own."""
+    def _assemble(self, wanted: bool) -> Timeline | None:
+        """The timeline of all ranks, on ranks where it is ``wanted``. Collective.
+
+        Ranks of a host exchange their recordings through files, which may be too large for the process group's store.
+        """
         recording = self.recording()
         timeline: Timeline | None = None
         folder: str | None = None
@@ -189,8 +193,8 @@ class Tracing:
                 folder = str(own_folder("iris-trace"))
             return folder
 
-        def write(brought: dict[int, bytes]) -> None:
-            for rank, content in brought.items():
+        def write(gathered: dict[int, bytes]) -> None:
+            for rank, content in gathered.items():
                 (shared / f"{rank}.npz").write_bytes(content)
 
         def read() -> None:
@@ -206,25 +210,26 @@ class Tracing:
             own = shared / f"{self._rank}.npz"
             self._group.agree(lambda: recording.save(own), "save its events")
             if self._rail is not None:
-                brought = self._bring(own)
-                self._group.agree(lambda: write(brought), "save the events of other hosts")
+                gathered = self._gather_from_hosts(own)
+                self._group.agree(lambda: write(gathered), "save the events of other hosts")
             self._group.agree(read, "read the events of all ranks")
         finally:
-            # By every rank, for any may have died; each comes here when all have read, or none will.
+            # All ranks remove it, as any of them may have died. Each comes here when all have read, or none will.
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
         return timeline
 
     def recording(self, alone: bool = False) -> Recording:
-        """What this rank has recorded. Collective, but if ``alone``.
+        """What this rank has recorded. Collective unless ``alone``.
 
-        Then it is what there is by now: a kernel may be waiting for ever, as after an error. Clocks are as at `enable`.
+        With ``alone``, for after an error, it waits for no kernel, since one may hang: it is what there is by now. The
+        comparisons of clocks are then those of `enable`.
         """
         self._check_enabled()
         if not alone:
             self._drain()
         before, clock = self._before, self._clock
-        assert before is not None and clock is not None  # as recording is enabled
+        assert before is not None and clock is not None  # `enable` has set both
         after = before if alone else clock.compare()
         host, transfers, more_lost = HostClock(*find_host()), np.empty((0, 3), dtype=np.int64), 0
         described: tuple[Transfer, ...] = ()
@@ -238,7 +243,7 @@ class Tracing:
         addresses = np.unique(events[:, ADDRESS.value])
         for mapping in mappings():
             owner, base = mapping.owner(), mapping.bases[mapping.rank]
-            # Kernels of the user know the ranks of all hosts in a heap, and reach those of their own.
+            # Users' kernels number the ranks of all hosts, though they can access only those of their own.
             ranks = owner.group.ranks if isinstance(owner, SymmetricHeap) else mapping.ranks
             spaces.append(Space(mapping.name, base, mapping.size, ranks))
             if owner is not None:
@@ -259,12 +264,12 @@ class Tracing:
             described,
         )
 
-    def _bring(self, own: Path) -> dict[int, bytes]:
-        """The files of ranks of other hosts, by their ranks in the world. Collective over all ranks."""
+    def _gather_from_hosts(self, own: Path) -> dict[int, bytes]:
+        """The recordings of ranks of other hosts, by global rank. Collective over all ranks."""
         assert self._rail is not None
-        # What the trace itself sends is no part of it.
+        # No timer: the trace shows the program's transfers, and not its own.
         with timed_by(self._group, None):
-            files = bring(self._group, self._hosts, self._rail, own, self._device)
+            files = gather_files(self._group, self._hosts, self._rail, own, self._device)
         return {self._group.ranks[rank]: content for rank, content in files.items()}
 
     def _compare_hosts(self) -> Comparison:
@@ -272,11 +277,11 @@ class Tracing:
         return host_clocks.compare(self._group, self._hosts, self._rail, self._device)
 
     def _copy(self, words: int) -> np.ndarray:
-        """The buffer's first words, without waiting for a kernel."""
+        """A copy of the buffer's first words, made without waiting for kernels."""
         return snapshot(self._check_enabled()[:words].view(torch.uint8)).view(np.int64)
 
     def _check_enabled(self) -> torch.Tensor:
-        """Where kernels write, if they do."""
+        """The buffer in which kernels write. Raises `NotTracingError` if there is none."""
         if self._buffer is None:
             raise NotTracingError()
         return self._buffer

@@ -1,4 +1,4 @@
-"""What a timeline adds up to: bytes and bandwidth by pair of ranks, time waiting by flag, what communication hides."""
+"""Prints tables of a timeline: bytes and bandwidth between ranks, time in waits, and communication that is hidden."""
 
 import math
 from collections import defaultdict
@@ -11,12 +11,12 @@ from rich.table import Table
 from iris import simulator
 from iris.errors import names
 from iris.tracing.rail_times import ROOM
-from iris.tracing.timeline import READS, Event, Timeline, busy, length, overlap
+from iris.tracing.timeline import READS, Event, Timeline, length, merge_spans, overlap
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What went from one rank to another: ``bytes`` in ``us`` in which at least one program was at it."""
+    """What went from one rank to another: ``bytes``, and the ``us`` in which at least one program moved some."""
 
     source: int
     target: int
@@ -30,7 +30,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Waiting:
-    """All waits of a rank for the flags of one tensor, or in one barrier: ``us`` of all its programs added up."""
+    """All waits of a rank for the flags of one tensor, or in one barrier. ``us`` is the sum over its programs."""
 
     rank: int
     what: str
@@ -42,7 +42,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Of one rank: while something was computed, while something was under way to or from a peer, and both at once."""
+    """How long a rank computed, how long it moved data to or from peers, and how long it did both at once."""
 
     rank: int
     compute_us: float
@@ -58,7 +58,7 @@ def is_remote(event: Event) -> bool:
 
 
 def moves(timeline: Timeline) -> list[Event]:
-    """The events that move data between ranks; one around others, that the kernel named, is not one more."""
+    """The events that move data between ranks. An event that the kernel named around others of them is left out."""
     events = timeline.events
     remote = [i for i, event in enumerate(events) if is_remote(event)]
     outer = _around(events, remote, lambda event: event.form != "flag")
@@ -66,7 +66,7 @@ def moves(timeline: Timeline) -> list[Event]:
 
 
 def _around(events: list[Event], among: Iterable[int], counts: Callable[[Event], bool]) -> set[int]:
-    """Which of the events ``among`` these the kernel has named, around others of them that it has not."""
+    """Of the events ``among`` these: those that the kernel has named, and that contain others for which ``counts``."""
     outer: set[int] = set()
     named: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for i in among:
@@ -82,7 +82,7 @@ def _around(events: list[Event], among: Iterable[int], counts: Callable[[Event],
 
 
 def traffic(timeline: Timeline) -> list[Traffic]:
-    """By pair of ranks, those that a kernel reached at once (a block of ranks) left out. Rails count for who sends."""
+    """By pair of ranks, without accesses to several ranks at once (a block of ranks). Of a rail the sender counts."""
     pairs: dict[tuple[int, int], list[Event]] = defaultdict(list)
     moved: dict[tuple[int, int], int] = defaultdict(int)
     for event in moves(timeline):
@@ -98,13 +98,13 @@ def traffic(timeline: Timeline) -> list[Traffic]:
             pairs[ends].append(event)
             moved[ends] += nbytes
     return [
-        Traffic(*ends, moved[ends], length(busy((event.began, event.ended) for event in events)))
+        Traffic(*ends, moved[ends], length(merge_spans((event.began, event.ended) for event in events)))
         for ends, events in sorted(pairs.items())
     ]
 
 
 def waiting(timeline: Timeline) -> list[Waiting]:
-    """The longest in all first."""
+    """By rank and flags, those with the longest time first."""
     waits: dict[tuple[int, str], list[Event]] = defaultdict(list)
     found = [i for i, event in enumerate(timeline.events) if event.is_wait]
     outer = _around(timeline.events, found, lambda _: True)
@@ -129,13 +129,13 @@ def overlaps(timeline: Timeline) -> list[Overlap]:
         moving[event.rank].append((event.began, event.ended))
     found = []
     for rank in sorted(timeline.devices):
-        compute, communication = busy(computing[rank]), busy(moving[rank])
+        compute, communication = merge_spans(computing[rank]), merge_spans(moving[rank])
         found.append(Overlap(rank, length(compute), length(communication), overlap(compute, communication)))
     return found
 
 
 def show(timeline: Timeline, console: Console) -> None:
-    """Print it all."""
+    """Print all tables."""
     events, flows = len(timeline.events), len(timeline.flows)
     end = max((event.ended for event in timeline.events), default=0.0)
     console.print(

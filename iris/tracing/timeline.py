@@ -1,4 +1,7 @@
-"""The events of all ranks on one axis of time, and what ended each wait."""
+"""The timeline: the events of all ranks on one clock, and flows from what ended a wait to the wait.
+
+`assemble` makes it from the recordings of all ranks. `chrome`, `summary` and `picture` show it.
+"""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -10,19 +13,19 @@ import numpy as np
 
 from iris.language.trace_buffer import FORMS, NAMES, WORDS
 from iris.language.tracing import SEVERAL
-from iris.tracing.common_clock import Way, reference, ways
+from iris.tracing.common_clock import ClockPath, clock_paths, reference
 from iris.tracing.host_clocks import HostClock
 from iris.tracing.rank_recording import Recording
 from iris.world.rail import Transfer
 
 READS = {"load", "get"}
-"""Events whose data come from their target; those of all others go there."""
+"""The events whose data come from their target. The data of all others go there."""
 
 RAIL = -1
-"""In the place of a program: what a rank's rails do is on a row of its own."""
+"""Stands for a program in the events of a rank's rails, which have a row of their own."""
 
 HALVES = {"whole": (0, 32), "high": (32, 32), "low": (0, 32)}
-"""Where a count is in its flag: from which bit on, and how many."""
+"""Where the count of each form is in its flag: the first bit, and the number of bits."""
 
 
 @dataclass(slots=True)
@@ -32,28 +35,30 @@ class Event:
     Attributes
     ----------
     rank, program, context : int
-        Whose it is. Programs are numbered row by row; contexts, on each rank, as they are initialised in a program of a
-        launch; 0 for functional operations. Of a rail, `RAIL` and 0.
+        Which rank, program and context it is of. Programs are numbered row by row. Contexts are numbered on each rank
+        as programs initialise them; 0 for functional operations. For a rail they are `RAIL` and 0.
     name : str
-        One of `iris.language.tracing.NAMES`, or "event 17" for a number that has none. Of a rail, the kind of transfer.
+        One of `iris.language.trace_buffer.NAMES`, or "event 17" for a number without a name. For a rail, the kind of
+        transfer.
     form : str
-        One of `iris.language.tracing.FORMS`, or "rail".
+        One of `iris.language.trace_buffer.FORMS`, or "rail".
     target : int or None
-        The rank that is reached, -2 for several; the rank itself for what is local.
+        The rank that is accessed, -2 for several; the rank itself for local accesses.
     place : tuple of str and int, or None
-        Which memory its address is in, by a name that all ranks share, and how far from its start.
+        The memory that its address is in, by a name that all ranks share, and the offset in it.
     thing, part : str
-        The same for people: a tensor, or what the library uses the memory for, and which part of it; "" where it is not
-        known, as of blocks.
+        The same for people: a tensor, or what the library uses the memory for, and which part of it. "" where it is not
+        known, as for blocks of pointers.
     bytes : int
-        Of a rail, what goes to other ranks; `Transfer` says how much to which, and how much comes.
+        The bytes that it moves. For a rail, those sent to other ranks; ``transfer`` has the rest.
     value, seen, after : int
-        Of a flag: the operand, or what is awaited; what it held, and what it held after the operation.
+        For a flag: the operand, or the value awaited; what the flag held before the operation, and what after it.
     pid_m, pid_n : int
+        The numbers that the kernel gave the event, or else its program ids.
     unfinished : bool
-        Its end was not recorded.
+        Whether its end was not recorded.
     transfer : Transfer or None
-        What a rail did.
+        What a rail sent and received.
     """
 
     rank: int
@@ -82,23 +87,24 @@ class Event:
 
     @property
     def row(self) -> str:
-        """Whose row of a picture it is on, among those of its rank."""
+        """The label of its row in a picture, among those of its rank."""
         return f"program {self.program}" if self.transfer is None else "rail"
 
     @property
     def owner(self) -> int | None:
-        """On whose rank the flag is."""
+        """The rank on which the flag is."""
         return self.rank if self.is_wait and self.form != "flag" else self.target
 
 
 @dataclass
 class Timeline:
-    """Events by rank, program and time; flows are pairs of their indices, from a cause to the wait that it ended.
+    """The events, in the order of rank, program and time, and the flows.
 
-    ``devices``, ``lost``, ``clock_error`` (microseconds, against the clock of ``reference``, a rank) and ``hosts`` are
-    by rank. There are ``hosts`` where there are several. ``apart``: ranks whose clocks nobody has compared with that
-    one, each tuple with a clock of its own or one that they compared: there the first event is at 0, like that of all.
-    Their error is infinite.
+    A flow is a pair of indices into the events: what ended a wait, and that wait. By rank: ``devices``; ``lost``, the
+    number of events that had no room; ``clock_error`` in microseconds, against the clock of the rank ``reference``; and
+    ``hosts``, which is empty if there is only one. ``apart``: ranks whose clocks have not been compared with that of
+    the reference. Ranks in one tuple have been compared with each other. Their first event is at 0, and their error is
+    infinite.
     """
 
     events: list[Event]
@@ -111,7 +117,7 @@ class Timeline:
     apart: tuple[tuple[int, ...], ...] = ()
 
     def of_rank(self, rank: int) -> "Timeline":
-        """What this rank did, and the flows within it."""
+        """The events of this rank, and the flows between them."""
         mine = [i for i, event in enumerate(self.events) if event.rank == rank]
         new = {old: i for i, old in enumerate(mine)}
         flows = [(new[a], new[b]) for a, b in self.flows if a in new and b in new]
@@ -130,22 +136,22 @@ class Timeline:
 
 
 def assemble(recordings: Sequence[Recording]) -> Timeline:
-    """One timeline of the recordings of all ranks, of which a rank may have several."""
+    """The timeline of these recordings. A rank may have several."""
     events: list[Event] = []
     within: dict[int, float] = defaultdict(float)
     between: dict[int, float] = defaultdict(float)
     lost: dict[int, int] = defaultdict(int)
     by_clock = defaultdict(list)
-    for recording, way in zip(recordings, ways(recordings), strict=True):
-        by_clock[way.apart].append((recording, way))
+    for recording, path in zip(recordings, clock_paths(recordings), strict=True):
+        by_clock[path.apart].append((recording, path))
     for apart, same in by_clock.items():
         of_clock = [event for each in same for event in (*_read(*each), *_read_rails(*each))]
         origin = min((event.began for event in of_clock), default=0)
         for event in of_clock:
             event.began, event.ended = (event.began - origin) / 1e3, (event.ended - origin) / 1e3
         events += of_clock
-        for recording, way in same:
-            rank, (in_host, of_hosts) = recording.rank, way.errors(_times(recording))
+        for recording, path in same:
+            rank, (in_host, of_hosts) = recording.rank, path.errors(_times(recording))
             within[rank] = max(within[rank], in_host / 1e3)
             between[rank] = max(between[rank], of_hosts / 1e3 if apart is None else math.inf)
             lost[rank] += recording.lost
@@ -159,7 +165,7 @@ def assemble(recordings: Sequence[Recording]) -> Timeline:
             hosts[recording.rank] = replace(recording.host, compared=of_first)
     if len({host.key for host in hosts.values()}) == 1:
         hosts = {}
-    # Kernels signal within their host.
+    # Flags are signalled only within a host, so errors between hosts do not count here.
     slack = 2 * max(within.values(), default=0.0)
     flows = sorted((*_flows_to_waits(events, slack), *_flows_to_meetings(events)))
     errors = {rank: within[rank] + between[rank] for rank in within}
@@ -168,25 +174,25 @@ def assemble(recordings: Sequence[Recording]) -> Timeline:
 
 
 def _times(recording: Recording) -> np.ndarray:
-    """When events began, and transfers, int64 ns of this rank's clock."""
+    """The times at which events and transfers began, int64 ns of this rank's clock."""
     return np.concatenate((recording.events.reshape(-1, WORDS.value)[:, 0], recording.transfers[:, 0]))
 
 
-def _read(recording: Recording, way: Way) -> Iterator[Event]:
-    """The rows of a recording, with times in ns on the common clock."""
+def _read(recording: Recording, path: ClockPath) -> Iterator[Event]:
+    """The events of a recording, with times in ns on the clock to which ``path`` leads."""
     rows = recording.events.reshape(-1, WORDS.value)
-    began, ended = (way.follow(rows[:, i]).tolist() for i in (0, 1))
+    began, ended = (path.convert(rows[:, i]).tolist() for i in (0, 1))
     for row, start, end in zip(rows.tolist(), began, ended, strict=True):
         _, over, name, form, program, target, address, moved, value, seen, after, pid_m, pid_n, looks = row
         space = next((each for each in recording.spaces if 0 <= address - each.base < each.size), None)
-        # A kernel says no more of a block of pointers than where the memory begins.
+        # For a block of pointers the kernel records only where the memory begins (`iris.language.tracing.extent`).
         known = space is not None and address > space.base or FORMS[form] not in ("named", "move")
         thing, part = recording.places.get(address, ("", "")) if known else ("", "")
         yield Event(
             rank=recording.rank,
             program=program & 0xFFFFFFFF,
             context=program >> 32,
-            # Several looks at a flag are a wait, a single one is none.
+            # Several looks at a flag in a row are a wait; a single one is not.
             name="wait" if looks > 1 else NAMES[name] if 0 <= name < len(NAMES) else f"event {name}",
             form=FORMS[form],
             began=start,
@@ -205,10 +211,10 @@ def _read(recording: Recording, way: Way) -> Iterator[Event]:
         )
 
 
-def _read_rails(recording: Recording, way: Way) -> Iterator[Event]:
-    """The transfers of a recording, likewise."""
+def _read_rails(recording: Recording, path: ClockPath) -> Iterator[Event]:
+    """The transfers of a recording, as `_read`."""
     rows = recording.transfers
-    began, ended = (way.follow(rows[:, i]).tolist() for i in (0, 1))
+    began, ended = (path.convert(rows[:, i]).tolist() for i in (0, 1))
     for (_, over, number), start, end in zip(rows.tolist(), began, ended, strict=True):
         transfer = recording.described[number]
         peers = {*transfer.targets, *transfer.sources}
@@ -236,7 +242,7 @@ def _read_rails(recording: Recording, way: Way) -> Iterator[Event]:
 
 
 def _world_rank(target: int, ranks: Sequence[int]) -> int | None:
-    """Kernels know ranks by their numbers in the group whose memory they use; by default that of the context."""
+    """The global rank of ``target``. ``ranks``: the global ranks of the group in which ``target`` is numbered."""
     if target == SEVERAL.value:
         return target
     if target < 0:
@@ -245,7 +251,7 @@ def _world_rank(target: int, ranks: Sequence[int]) -> int | None:
 
 
 def _flows_to_waits(events: Sequence[Event], slack: float) -> Iterator[tuple[int, int]]:
-    """From whoever set a flag to whoever waited for it. ``slack``: by how much clocks may be wrong, in microseconds."""
+    """From what set a flag to who waited for it. ``slack``: by how much clocks may be wrong, in microseconds."""
     changes: dict[tuple, list[tuple[float, int, int]]] = defaultdict(list)
     for i, event in enumerate(events):
         if event.form == "flag" and event.place is not None:
@@ -267,7 +273,7 @@ def _flows_to_waits(events: Sequence[Event], slack: float) -> Iterator[tuple[int
 
 
 class _Changes:
-    """What has changed a flag: when it began, what the flag held then, and the number of the event, by time."""
+    """The changes of one flag in the order of time: when each began, the new value, and the index of its event."""
 
     def __init__(self, changes: list[tuple[float, int, int]]) -> None:
         self._changes = changes
@@ -277,7 +283,7 @@ class _Changes:
         self._counts: dict[tuple[int, int], list[int]] = {}
 
     def last_to(self, value: int, end: float, slack: float) -> int | None:
-        """Who last gave the flag this value before ``end``; or right after it, as clocks may be wrong by ``slack``."""
+        """The last change to this value before ``end``; else the first one after it, by ``slack`` at most."""
         to = self._to.get(value, [])
         before = bisect_right(to, end, key=lambda change: change[0])
         if before:
@@ -285,23 +291,23 @@ class _Changes:
         return to[0][1] if to and to[0][0] <= end + slack else None
 
     def first_to_reach(self, wanted: int, shift: int, bits: int, end: float) -> int | None:
-        """Who raised a count to ``wanted``, or past it, before ``end``; None if it was there before."""
+        """The change before ``end`` that raised the count to ``wanted`` or past it; None if it was there before."""
         if (shift, bits) not in self._counts:
             self._counts[shift, bits] = self._highest(shift, bits)
         highest, half = self._counts[shift, bits], 1 << bits - 1
         if not highest:
             return None
-        # Counts wrap, here too: as near to the first as can be.
+        # Counts wrap. Of all numbers that ``wanted`` may stand for, take the nearest to the first count.
         target = highest[0] + (wanted - highest[0] + half) % (2 * half) - half
         first = bisect_left(highest, target)
-        # What was there before the first change that is known is at least one less.
+        # The count before the first recorded change was lower by at least one.
         if first == len(highest) or (first == 0 and highest[0] - 1 >= target):
             return None
         began, _, number = self._changes[first]
         return number if began <= end else None
 
     def _highest(self, shift: int, bits: int) -> list[int]:
-        """The count after each change, as it would be if it did not wrap, and no lower than after those before."""
+        """The highest count up to each change, as if counts did not wrap."""
         half = 1 << bits - 1
         highest: list[int] = []
         for _, value, _ in self._changes:
@@ -312,13 +318,14 @@ class _Changes:
 
 
 def _flows_to_meetings(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
-    """From the rank that came last to a barrier to all others in it."""
+    """In each barrier, from the rank that came last to all others."""
     meetings: dict[tuple, list[int]] = defaultdict(list)
     for i, event in enumerate(events):
         if event.form == "meeting" and event.place is not None:
             meetings[event.place, event.program, event.after].append(i)
     for same in meetings.values():
-        # Where flags start again at zero, so do epochs: nobody is in a barrier twice.
+        # Epochs start again where flags do (another tensor at the same place). A rank is in a barrier only once, so its
+        # second event belongs to the next barrier.
         met: dict[int, int] = {}
         for i in sorted(same, key=lambda i: events[i].began):
             if events[i].rank in met:
@@ -334,9 +341,9 @@ def _to_all_others(events: Sequence[Event], met: dict[int, int]) -> Iterator[tup
 
 
 def tracks(events: Sequence[Event]) -> list[int]:
-    """For each event of one program, in order of time, a track on which events are apart or within each other.
+    """The track of each event of one program, in the order of time. Two events of a track never overlap in part.
 
-    Of kernels that run at the same time each has tracks of its own, and so have partitions of one that do.
+    Kernels that run at the same time have tracks of their own, and so have concurrent partitions of one.
     """
     by_context: dict[int, list[int]] = defaultdict(list)
     for i, event in enumerate(events):
@@ -346,7 +353,7 @@ def tracks(events: Sequence[Event]) -> list[int]:
     for indices in by_context.values():
         mine = _nested([events[i] for i in indices])
         begin, end, width = events[indices[0]].began, max(events[i].ended for i in indices), 1 + max(mine)
-        first = next(n for n in range(len(over) + 1) if all(busy <= begin for busy in over[n : n + width]))
+        first = next(n for n in range(len(over) + 1) if all(free <= begin for free in over[n : n + width]))
         over[first : first + width] = [end] * width
         for i, track in zip(indices, mine, strict=True):
             chosen[i] = first + track
@@ -354,7 +361,7 @@ def tracks(events: Sequence[Event]) -> list[int]:
 
 
 def _nested(events: Sequence[Event]) -> list[int]:
-    """The same for events of one context."""
+    """As `tracks`, for events of one context."""
     open_ends: list[list[float]] = []
     chosen = []
     for event in events:
@@ -370,7 +377,7 @@ def _nested(events: Sequence[Event]) -> list[int]:
     return chosen
 
 
-def busy(spans: Iterable[tuple[float, float]]) -> np.ndarray:
+def merge_spans(spans: Iterable[tuple[float, float]]) -> np.ndarray:
     """The union of spans of time, as ``[n, 2]`` in order."""
     ordered = np.array(sorted(spans), dtype=np.float64).reshape(-1, 2)
     if not len(ordered):
@@ -386,5 +393,5 @@ def length(union: np.ndarray) -> float:
 
 
 def overlap(a: np.ndarray, b: np.ndarray) -> float:
-    """How long both unions last at the same time."""
-    return length(a) + length(b) - length(busy((*map(tuple, a), *map(tuple, b))))
+    """How long both unions of spans last at the same time."""
+    return length(a) + length(b) - length(merge_spans((*map(tuple, a), *map(tuple, b))))

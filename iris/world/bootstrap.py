@@ -1,7 +1,7 @@
-"""Finds the world of this process.
+"""Finds the world of this process: its ranks, hosts and device, and the connections to other hosts.
 
-Rank and size come from ``torch.distributed``. A process that torchrun started and that has not initialised it yet is
-initialised here; a process that nobody started is a world of one rank, without any process group.
+Rank and size come from ``torch.distributed``. In a process that torchrun has started, `join` initialises it if the
+program has not. A process without a launcher is a world of one rank, without any process group.
 """
 
 import atexit
@@ -45,15 +45,15 @@ class World:
     Attributes
     ----------
     group : Group
-        Every rank of the program, or of the process group that it was joined for.
+        All ranks of the program, or of the process group that `join` was given.
     device : torch.device
         Where this rank's heap lives: its GPU, or the CPU.
     hosts : Hosts
         Which ranks are on which host.
     rail : Rail or None
-        By which this rank exchanges data with other hosts; None where there is one host.
+        Exchanges data with the ranks of the same local rank on other hosts; None where there is one host.
     links : Links or None
-        By which it sends messages to single ranks of other hosts; None where there is one host.
+        Sends messages to single ranks of other hosts; None where there is one host.
     """
 
     group: Group
@@ -63,7 +63,7 @@ class World:
     links: Links | None = None
 
     def disconnect(self) -> None:
-        """Let go of the connections to other hosts. Local. The caller guarantees that no call is under way."""
+        """Close the connections to other hosts. Local. The caller guarantees that no call is under way."""
         for each in (self.links, self.rail):
             if each:
                 each.close()
@@ -102,8 +102,8 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
     placements = [Placement(*placement) for placement in group.agree(bind_to_device, "find out where it runs")]
     device = choose_device()
     hosts = divide(group, placements)
-    check_own_gpus(placements)
-    group.agree(lambda: check_peer_access(placements, group.rank, device), "reach the GPUs of its peers")
+    check_own_gpus(placements, group.ranks)
+    group.agree(lambda: check_peer_access(placements, group.ranks, group.rank, device), "reach the GPUs of its peers")
     if len(hosts) == 1:
         return World(group, device, hosts, None)
     watch_other_hosts(group, hosts)
@@ -111,10 +111,10 @@ def join(process_group: dist.ProcessGroup | None = None) -> World:
 
 
 def narrow(world: World, members: Group) -> World:
-    """The part of ``world`` that the members of a group are. Collective over these, if they are on several hosts.
+    """The world of some ``members`` of ``world``. Collective over the members.
 
-    Then it blocks the host, and gives them a rail of their own. Raises `InvalidGroupError` on every member, if hosts
-    have different numbers of them.
+    If they are on several hosts it blocks the host, and they get a rail and links of their own. Raises
+    `InvalidGroupError` on every member, if hosts have different numbers of them.
     """
     hosts = divide_members(members, world.group, world.hosts)
     return World(
@@ -123,9 +123,10 @@ def narrow(world: World, members: Group) -> World:
 
 
 def watch_other_hosts(group: Group, hosts: Hosts) -> None:
-    """Let this rank know of the end of processes that are in other systems. Collective; blocks the host."""
+    """Connect to the processes of other hosts, so that their end is noticed. Collective; blocks the host."""
     processes = group.members.processes
-    # Two hosts of one machine (IRIS_HOST) see each other's processes. Where one rank does not, none sees all.
+    # Two hosts of one machine (IRIS_HOST) see each other's processes. Either all ranks see all others, or no rank does,
+    # so all take the same branch.
     if all(peer is None or peer.watched for peer in processes):
         return
     places = group.agree(lambda: remote_peers.listen(group.store), "listen for the ranks of other hosts")
@@ -158,7 +159,7 @@ def connect(group: Group, hosts: Hosts, device: torch.device) -> tuple[Rail, Lin
 
 
 def settings() -> dict[str, str]:
-    """What decides in which meetings a rank takes part, by environment variable: ``"0"`` or ``"1"``."""
+    """The environment variables that decide in which meetings a rank takes part: ``"0"`` or ``"1"`` each."""
     asked = {variable: os.environ.get(variable) or "0" for variable in ("IRIS_DEBUG", "IRIS_SANITIZE", "IRIS_TRACE")}
     return asked | {mode.VARIABLE: str(int(mode.ACTIVE))}
 
@@ -174,6 +175,7 @@ def check_settings(group: Group, settings: Sequence[dict[str, str]]) -> None:
 
 
 def initialise() -> None:
+    """Initialise torch.distributed as torchrun says, and destroy its groups when the program ends."""
     if on_gpu():
         # A process may see only its own GPU (CUDA_VISIBLE_DEVICES set per rank), hence the remainder. Where that makes
         # two ranks share a GPU, `check_own_gpus` says so.
@@ -183,7 +185,7 @@ def initialise() -> None:
     ours = dist.group.WORLD
 
     def destroy() -> None:
-        # Where a graph lives, they end with the process, as those of a program do that does not destroy its own.
+        # NCCL would wait for CUDA graphs that have captured it. Where one lives, the groups end with the process.
         if dist.is_initialized() and dist.group.WORLD is ours and not a_graph_lives():
             _destroy_process_group()
 

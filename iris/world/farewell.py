@@ -1,4 +1,8 @@
-"""How a process takes leave of its peers when its program ends, and what it says of the reason."""
+"""What a process does for its peers when its program ends.
+
+It writes that it has ended, and by which error, for its next meeting in each group (`Group.say_goodbye`). So peers that
+wait there learn it at once. The process that holds the store then stays until its peers have read what they still need.
+"""
 
 import contextlib
 import functools
@@ -13,11 +17,11 @@ import torch.distributed as dist
 
 from iris.world.peers import Peer
 
-# How long a process that ends waits for peers that are still reading what it sent: they need milliseconds.
+# How long the process with the store waits at most for peers that still read from it. They need milliseconds.
 LEAVE_LIMIT_S = 5.0
-# For how long the last word of the process with the store can be read.
+# How long it keeps the store up after it has written the error that it ends by.
 LAST_WORD_S = 0.05
-# What a process that ends writes in the place of its next meeting's purpose.
+# What a process that ends writes for its next meeting, in the place of what the meeting is for.
 ENDED = "the end of the program"
 # Characters of an error's text that peers get at most.
 LONGEST_TEXT = 500
@@ -25,12 +29,12 @@ LONGEST_TEXT = 500
 
 @dataclass
 class Attendance:
-    """The meetings of one group as far as others still read what this rank has brought to them.
+    """Tells whether other members may still read what this rank wrote for the last meeting of a group.
 
     Attributes
     ----------
     store : torch.distributed.Store
-        Not the group's own client: this one keeps the server alive where the process holds it.
+        The one that owns the server, if this process does, and not a client: it keeps the server alive.
     members : list of Peer or None
         By rank in the group; None for this rank and those that have not introduced themselves.
     rank : int
@@ -44,9 +48,9 @@ class Attendance:
     latest: int = -1
 
     def is_over(self) -> bool:
-        """Whether every peer has left the last meeting too, or is gone.
+        """Whether every peer has left the last meeting too, or has ended.
 
-        Whoever leaves a meeting deletes what it brought to the one before.
+        A member that leaves a meeting deletes what it wrote for the one before: these keys are looked for.
         """
         return not any(
             self.store.check([f"{self.latest - 1}/{rank}"])
@@ -62,7 +66,7 @@ class _Members(Protocol):
 
 
 class _Group(Protocol):
-    """What others need of an `iris.world.group.Group` when a process ends: its own, or a peer."""
+    """What is needed of an `iris.world.group.Group` when this process, or a peer, ends. (Group imports this file.)"""
 
     step: str | None
 
@@ -73,38 +77,38 @@ class _Group(Protocol):
 
 # All groups of this process: peers may be waiting in any of them when it ends.
 groups: "weakref.WeakSet[_Group]" = weakref.WeakSet()
-# By the name of a process group, of the group over it that met last: whoever comes to a meeting has left all earlier
-# ones, also those of other groups over the same process group.
+# For each process group, by name: the attendance of the group over it that met last. One is enough, as a member that
+# comes to a meeting has left all earlier ones, also those of other groups over the same process group.
 latest: dict[str, Attendance] = {}
 
 
 def _failure() -> str | None:
-    """What the program ends by, in words; None if it ends well as far as it knows."""
+    """The error that the program ends by, in words; None if it ends without one, as far as can be known."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     if isinstance(error, SystemExit):
         if not error.code:
             return None
-        # Whoever starts a function in a process turns its error into this one.
+        # multiprocessing and the like turn the error of a process's function into SystemExit.
         cause = error.__context__
         error = cause if isinstance(cause, Exception) else error
     return error and f"{type(error).__name__}: {error}"[:LONGEST_TEXT]
 
 
 def leave(failure: str | None) -> None:
-    """Let the members of all groups know that this process comes no more. ``failure``: what it ends by, in words."""
+    """Tell the members of all groups that this process ends. ``failure``: the error that it ends by, in words."""
     for group in list(groups):
         with contextlib.suppress(dist.DistError):
             group.say_goodbye(failure)
 
 
-def _leave_groups(stays: bool) -> None:
+def _leave_groups(holds_store: bool) -> None:
     failure = _failure()
     leave(failure)
-    if stays and failure is not None:
-        # The store goes with it, and this is the last that others can read there. They look more often than that.
+    if holds_store and failure is not None:
+        # The store ends with this process. Peers that wait look at it more often than this, so they read the error.
         time.sleep(LAST_WORD_S)
     deadline = time.monotonic() + LEAVE_LIMIT_S
-    for attendance in latest.values() if stays else ():
+    for attendance in latest.values() if holds_store else ():
         with contextlib.suppress(dist.DistError):
             while not attendance.is_over() and time.monotonic() < deadline:
                 time.sleep(1e-3)
@@ -112,12 +116,12 @@ def _leave_groups(stays: bool) -> None:
 
 @functools.cache
 def register(process: int) -> None:
-    """When the process of this number ends, its peers learn it, and rank 0 waits for them to leave their last meetings.
+    """Have the process with this number leave its groups when it ends. Cached, so that it is registered once.
 
-    The store lives with rank 0 (if not with torchrun's agent), and must not end under peers that read it. The others
-    need nothing of each other.
+    Rank 0 also waits for its peers to leave their last meetings: the store lives with it (if not with torchrun's
+    agent), and must not end while they read from it.
 
-    Not by atexit, which processes that multiprocessing forks do not run; and such a process forgets what its parent has
-    registered.
+    By multiprocessing's Finalize: atexit does not run in processes that multiprocessing forks. These forget what their
+    parent has registered, so they register under a number of their own.
     """
     Finalize(None, _leave_groups, args=(dist.get_rank() == 0,), exitpriority=10)

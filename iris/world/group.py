@@ -1,7 +1,12 @@
 """Ranks that meet on the host, through the store of their process group.
 
-Nothing here touches a GPU, so ranks can meet while their kernels wait for each other. A meeting ends for all: with
-everybody's values, or with an error that names who has not come, or has died.
+A *meeting* is an all_gather on the host: each member writes a value under the meeting's number and its own rank, and
+waits for those of all others. It also writes what the meeting is for, so members at different calls find out. Nothing
+here touches a GPU, so ranks can meet while their kernels wait for each other. A meeting ends in the same way for all:
+with everybody's values, or with an error that names who has not come, or has died.
+
+A member that leaves a meeting by an error *breaks* the group, as its number of meetings no longer is that of the
+others. Then no member can meet any more. Who waits asks `iris.world.members` whether others have ended.
 """
 
 import contextlib
@@ -27,12 +32,12 @@ from iris.errors import (
 )
 from iris.world import farewell, wire
 from iris.world.farewell import ENDED, Attendance
-from iris.world.members import INTERVAL_S, NOTICE_S, OVER, Members, await_
+from iris.world.members import INTERVAL_S, NOTICE_S, OVER, Members, wait_until
 from iris.world.store import await_keys, own_client, put, shared_client
 
 T = TypeVar("T")
 
-# What a member writes where its next meeting would say what it is for, when it has left one by an error.
+# A member that breaks the group writes this for its next meeting, in the place of what the meeting is for.
 BROKEN = "a broken group"
 
 
@@ -48,36 +53,35 @@ def check_process_group(group: object) -> None:
 
 
 class Group:
-    """Ranks that meet on the host.
+    """Ranks that meet on the host. One thread at a time may use a group.
 
     Parameters
     ----------
     process_group
         The torch process group whose members meet; None for a group of this process alone.
     part
-        The ranks in it that meet here, this one among them; by default all. The others make a group of theirs.
+        The ranks of ``process_group`` that meet here; by default all. The others make a group of another part.
 
     Attributes
     ----------
     rank, size : int
         This process within the group, and the number of members.
     ranks : tuple of int
-        The members' ranks in the world, by rank in the group.
+        The members' global ranks, by rank in the group.
     timeout : float
         Seconds after which a meeting fails: the time limit that ``torch.distributed`` was initialised with.
     name : str
         Unique among the groups of the process, and the same on all members.
     store : torch.distributed.Store
-        The members' own, on every host; not through torch's connection, so threads can meet in several groups at once.
-        A group is for one thread at a time.
+        Where the members meet. It does not use torch's own connection, so threads can meet in several groups at once.
     members : iris.world.members.Members
         Their processes.
     step : str or None
-        What the members are about to do together (`agree`), while this one does its part.
+        What the members do together in `agree`, while this one does its part; else None.
     check_whole : callable or None
-        Raises if the group is broken (`iris.runtime.abort`): who waits in a meeting then waits no longer.
+        Raises `GroupAbortedError` if the group's abort flag is set (`iris.runtime.abort`). Called during waits.
     abort : callable or None
-        Breaks the group for calls that do not meet, too, and says why (`iris.runtime.abort`).
+        Sets the abort flag, with the reason, which also stops calls that do not meet.
     broken : str or None
         Why no member may meet any more: one has left a meeting that others count as held.
     meetings : int
@@ -109,18 +113,19 @@ class Group:
             return
         check_process_group(process_group)
         everyone = dist.get_process_group_ranks(process_group)
-        those = range(len(everyone)) if part is None else part
-        self.rank, self.size = those.index(process_group.rank()), len(those)
-        self.ranks = tuple(everyone[rank] for rank in those)
+        chosen = range(len(everyone)) if part is None else part
+        self.rank, self.size = chosen.index(process_group.rank()), len(chosen)
+        self.ranks = tuple(everyone[rank] for rank in chosen)
         store = store_of(process_group)
         world = default_store()
         name = process_group.group_name
         number = f"{Group._made[name]}" if part is None else f"{Group._made[name]}/from rank {self.ranks[0]}"
         Group._made[name] += 1
         self.name = f"{name}/iris/{number}"
-        # Whoever comes to a meeting of a part may still read in one of the whole.
+        # The key in `farewell.latest`. A part has its own: a member that has come to a meeting of the part may still be
+        # reading in one of the whole group.
         self._group_name = name if part is None else self.name
-        # torch gives most groups a part of the default group's store, apart from others by the group's name.
+        # torch gives most groups a prefix in the default group's store. They share a connection; others have their own.
         has_part = isinstance(store, dist.PrefixStore) and world in (store, store.underlying_store)
         whole, prefix = (world, self.name) if has_part else (store, f"iris/{number}")
         try:
@@ -128,11 +133,11 @@ class Group:
         except dist.DistNetworkError as error:
             raise self._disconnected("the making of a group") from error
         self.timeout = store.timeout.total_seconds()  # type: ignore[attr-defined]
-        # Before anything else of this group, so whoever reads the rest finds who has written it.
+        # First of all, so that whoever reads anything else of this group finds who has written it.
         self.members = Members(self.store, self.ranks, self.rank)
         self._attendance = Attendance(dist.PrefixStore(prefix, whole), self.members.processes, self.rank)
         try:
-            self.store.set(f"-1/{self.rank}", "")
+            self.store.set(f"-1/{self.rank}", "")  # deleted in the first meeting, for `farewell.Attendance`
         except dist.DistNetworkError as error:
             raise self._store_lost("the making of a group") from error
         farewell.groups.add(self)
@@ -147,10 +152,9 @@ class Group:
             Of the types of `iris.world.wire`; named tuples arrive as plain ones. What may fail on some members is for
             `agree`.
         what
-            What the members meet for, the same words on all of them: it completes "while waiting for …" in the errors.
+            What the members meet for, the same words on all of them. It completes "Rank 0 waits in …" in errors.
         orders
-            Whether it counts as synchronisation that a program may rely on. False for a meeting that only debug mode
-            adds.
+            Whether the sanitizer takes it for synchronisation. False for meetings that only debug mode adds.
 
         Raises
         ------
@@ -178,12 +182,12 @@ class Group:
             except (PeerLostError, OutOfStepError, InvalidMessageError, GroupAbortedError):
                 raise
             except BaseException as error:
-                # Others may hold this meeting later, or have held it.
+                # Others may still complete this meeting, or have completed it.
                 self._left(what, error)
                 raise
 
     def _exchange(self, value: Any, what: str, text: bytes) -> list[Any]:
-        """`all_gather` of what is encoded as ``text``."""
+        """One meeting: `all_gather` of ``value``, which is encoded as ``text``."""
         this, last = self.meetings, self.meetings - 1
         self.meetings += 1
         self._next_look = 0.0
@@ -195,18 +199,18 @@ class Group:
                 raise self._timed_out(this, what)
             met = dict(zip(others, map(self._decode, others, self._read(keys)), strict=True))
             if self.members.unknown():
-                self.members.ask()
+                self.members.update()
             ended = [rank for rank, (other, _) in met.items() if other == ENDED]
             self.members.failures.update({rank: met[rank][1] for rank in ended if met[rank][1] is not None})
             if ended:
                 self.members.await_ends(ended)
-                raise self._lost(what, ended)
+                raise self._lost_error(what, ended)
             for other, why in met.values():
                 if other == BROKEN:
                     self.break_off(why)
                     self.check()
-            # Whoever has come to this meeting has left the last one, so nobody will read this any more. That it is gone
-            # also tells the others that this meeting's values have been read.
+            # All have come to this meeting, so all have left the last one, and nobody reads this key any more. Its
+            # absence also tells the others that this rank has read the values of this meeting (`farewell.Attendance`).
             self.store.delete_key(f"{last}/{self.rank}")
             self._attendance.latest = this
             farewell.latest[self._group_name] = self._attendance
@@ -224,14 +228,15 @@ class Group:
         return [met[rank][1] for rank in range(self.size)]
 
     def agree(self, step: Callable[[], T], what: str) -> list[T]:
-        """Do a step that may fail on some members: it worked on all of them, or it raises on all of them.
+        """Do a step that may fail on some members. If it fails on one, this raises on all of them.
 
-        Collective; blocks the host. Whoever calls undoes what its own step did when this raises.
+        Collective; blocks the host. When this raises, each caller undoes what its own step has done.
 
         Parameters
         ----------
         step
-            Called once on each member. That what it returns can be sent is part of the step (`all_gather`).
+            Called once on each member. What it returns is sent as a value of `all_gather`; if it cannot be sent, the
+            step has failed.
         what
             Completes "could not …", the same words on all members.
 
@@ -267,7 +272,7 @@ class Group:
             try:
                 raise failure
             finally:
-                del failure  # its traceback holds this frame: no cycle is to keep what the step has made
+                del failure  # Its traceback holds this frame: the cycle would keep alive what the step has made.
         failed = [(self.ranks[rank], text) for rank, (_, text) in enumerate(outcomes) if text is not None]
         if failed:
             raise PeerFailedError("; ".join(f"rank {rank} could not {what}: {text}" for rank, text in failed))
@@ -299,11 +304,11 @@ class Group:
             self.check_whole()
 
     def _left(self, what: str, error: BaseException) -> None:
-        """This member has left a meeting by an error, so that the members' meetings are not the same any more."""
+        """Break the group: this member has left a meeting by an error, so its number of meetings may be another."""
         self.break_off(f"rank {self.ranks[self.rank]} has left {what} by {type(error).__name__}")
 
     def break_off(self, why: str) -> None:
-        """Let no member meet any more. Who comes to a meeting that this member has not held finds there why."""
+        """Break the group, and write why for each meeting that this member has not completed, up to its next one."""
         self.broken = why
         if self.abort is not None:
             self.abort(f"{why}.")
@@ -312,39 +317,39 @@ class Group:
                 put(self.store, f"{number}/{self.rank}", wire.encode((BROKEN, why)))
 
     def say_goodbye(self, failure: str | None) -> None:
-        """Come to the next meeting for the last time: whoever waits there waits no longer.
+        """Write for the next meeting that this member has ended, so that nobody waits for it there.
 
-        ``failure``: what the program ends by, in words.
+        ``failure``: the error that the program ends with, in words; None if it ends well.
         """
         if self.members.store_is_gone:
             return
         put(self.store, f"{self.meetings}/{self.rank}", wire.encode((ENDED, failure)))
         if failure is not None:
-            self.members.leave_word(failure)
+            self.members.publish_failure(failure)
 
     # Who does not come ----------------------------------------------------------------------------------------------
 
     def _look(self, this: int, what: str, waited: float) -> None:
-        """Raise if a member is known to come no more, or the group is broken. Called again and again by who waits."""
+        """Called again and again while waiting: raise if a member will not come any more, or the group is broken."""
         if self.check_whole is not None:
             try:
                 self.check_whole()
             except GroupAbortedError:
-                # Not if all have come by now: a member may have left this meeting and broken the group after it, and a
-                # meeting ends well on all members or on none.
+                # Unless all have come by now. A member may have ended this meeting well and broken the group after it.
+                # The meeting then has to end well here, too.
                 if not self._all_came(this):
                     raise
         if waited >= self._next_look:
             self._next_look = waited + INTERVAL_S
-            self.members.ask()
+            self.members.update()
             unknown = self.members.unknown()
-            if unknown and waited >= INTERVAL_S and self.members.are_gone():
-                raise self._lost(what, unknown)
+            if unknown and waited >= INTERVAL_S and self.members.unknown_are_gone():
+                raise self._lost_error(what, unknown)
         ended = self.members.ended()
-        # Who has ended well after it came is no loss yet. Others may have come since they were looked for.
+        # A member that came, and then ended with status 0, is not missing here. And all may have come by now.
         lost = [rank for rank, peer in ended.items() if peer.status or not self._came(this, rank)]
         if lost and not self._all_came(this):
-            raise self._lost(what, lost)
+            raise self._lost_error(what, lost)
 
     def _all_came(self, this: int) -> bool:
         return self.store.check([f"{this}/{rank}" for rank in self._peers()])
@@ -353,7 +358,7 @@ class Group:
         key = f"{this}/{rank}"
         return self.store.check([key]) and self._decode(rank, self.store.get(key))[0] != ENDED
 
-    def _lost(self, what: str, lost: list[int]) -> Exception:
+    def _lost_error(self, what: str, lost: list[int]) -> Exception:
         lost = self.members.whole_hosts(lost)
         hows = self.members.how_ended(lost)
         texts = [f"rank {self.ranks[rank]} will not come: {how}" for rank, how in hows.items()]
@@ -372,18 +377,18 @@ class Group:
             + "Is every rank of the group making this call? The limit is the time-out of the process group."
         )
 
-    def why(self, error: Exception, what: str) -> Exception:
-        """What to raise for an error in which a call with the other members has ended: `PeerLostError` if one is gone.
+    def cause_of(self, error: Exception, what: str) -> Exception:
+        """What to raise where a call with other members has failed with ``error``: `PeerLostError` if one has ended.
 
-        Connections end a moment before the system tells which process has.
+        Else ``error`` itself. Waits a moment, as connections close before the system reports which process has ended.
         """
-        await_(self.members.ended, NOTICE_S)
+        wait_until(self.members.ended, NOTICE_S)
         ended = list(self.members.ended())
-        return self._lost(what, ended) if ended else error
+        return self._lost_error(what, ended) if ended else error
 
     def _store_lost(self, what: str) -> Exception:
         self.members.store_is_gone = True
-        return self.why(self._disconnected(what), what)
+        return self.cause_of(self._disconnected(what), what)
 
     def _disconnected(self, what: str) -> Exception:
         holder = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "that of rank 0, mostly"

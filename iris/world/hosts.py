@@ -1,8 +1,8 @@
-"""Which host each rank is on, and how the groups of a host and of all hosts belong together.
+"""Which host each rank is on; and how a break of a host's group reaches the group of all hosts, and back.
 
 A *host* is a set of ranks that can load and store each other's memory: those with one boot id, or with one value of the
 environment variable ``IRIS_HOST``, if that is set. Hosts are numbered in the order of their first ranks. Every host has
-the same number of ranks. A *local rank* counts the ranks of a host in the order of their ranks, from 0 on.
+the same number of ranks. A *local rank* numbers the ranks of a host from 0 on, in the order of their ranks.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ from iris.world.placement import Placement
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a group of ranks, seen by one of these.
+    """The hosts of a group of ranks, as one of these ranks sees them.
 
     Attributes
     ----------
     group : Group
-        The ranks of this host. The group of all ranks itself, where there is one host.
+        The ranks of this host. With one host it is the group of all ranks itself.
     number : int
-        This host.
+        The number of this host.
     local_rank : int
-        This rank's.
+        The local rank of this rank.
     ranks : tuple of tuple of int
-        The ranks of each host, by host and local rank. They need not follow each other.
+        The ranks of each host, by host and local rank. They need not be consecutive.
     names : tuple of str
         What messages call each host.
     """
@@ -51,7 +51,7 @@ class Hosts:
 
     @property
     def rail(self) -> tuple[int, ...]:
-        """The ranks with this local rank, by host."""
+        """The ranks with the local rank of this one, by host."""
         return tuple(ranks[self.local_rank] for ranks in self.ranks)
 
     def host_of(self, rank: int) -> int:
@@ -70,13 +70,13 @@ class Hosts:
         return self.names[self.host_of(rank)]
 
     def by_rank(self, of_local_ranks: Sequence[int]) -> tuple[int, ...]:
-        """One number a rank: that of its local rank for ranks of this host, and 0 for others."""
+        """Spread numbers of this host's local ranks over all ranks: ranks of other hosts get 0."""
         here = dict(zip(self.local_ranks, of_local_ranks, strict=True))
         return tuple(here.get(rank, 0) for rank in range(len(self._host_of)))
 
 
 def divide(group: Group, placements: Sequence[Placement]) -> Hosts:
-    """The hosts of a group whose ranks are placed so. Every rank makes its host's group; nobody waits.
+    """The hosts of a group, from the placement of each rank. Every rank makes its host's group; nobody waits.
 
     Raises, on every rank:
 
@@ -86,7 +86,7 @@ def divide(group: Group, placements: Sequence[Placement]) -> Hosts:
     ranks = _by_host([placement.host for placement in placements])
     host_names = tuple(placements[those[0]].host_name for those in ranks)
     if len(ranks) > 1:
-        _check_numbers(
+        _check_equal_counts(
             ranks,
             host_names,
             group,
@@ -98,15 +98,16 @@ def divide(group: Group, placements: Sequence[Placement]) -> Hosts:
 
 
 def divide_members(members: Group, everyone: Group, hosts: Hosts) -> Hosts:
-    """The hosts of some of the ranks of ``everyone``, who are on ``hosts``. Members make their host's group.
+    """The hosts of ``members``, some of the ranks of ``everyone``, whose hosts are ``hosts``.
 
-    Nobody waits. Raises `InvalidGroupError` on every member if hosts have different numbers of them.
+    Every member makes its host's group; nobody waits. Raises `InvalidGroupError` on every member if hosts have
+    different numbers of them.
     """
     on_host = hosts_of(members.ranks, everyone, hosts)
     ranks = _by_host(on_host)
     host_names = tuple(hosts.names[on_host[those[0]]] for those in ranks)
     if len(ranks) > 1:
-        _check_numbers(
+        _check_equal_counts(
             ranks,
             host_names,
             members,
@@ -118,7 +119,7 @@ def divide_members(members: Group, everyone: Group, hosts: Hosts) -> Hosts:
 
 
 def hosts_of(ranks: Sequence[int], everyone: Group, hosts: Hosts) -> list[int]:
-    """The host of each of these ranks (in the world). Raises `InvalidGroupError` if one is not among ``everyone``."""
+    """The host of each of these global ranks. Raises `InvalidGroupError` if one is not among ``everyone``."""
     strangers = [rank for rank in ranks if rank not in everyone.ranks]
     if strangers:
         raise InvalidGroupError(
@@ -144,7 +145,7 @@ def _seen_by(group: Group, ranks: tuple[tuple[int, ...], ...], host_names: tuple
     return Hosts(own, number, ranks[number].index(group.rank), ranks, host_names, host_of)
 
 
-def _check_numbers(
+def _check_equal_counts(
     ranks: Sequence[Sequence[int]], host_names: Sequence[str], group: Group, rule: str, instead: str
 ) -> None:
     if len(set(map(len, ranks))) > 1:
@@ -153,18 +154,18 @@ def _check_numbers(
 
 
 def _places(ranks: Sequence[Sequence[int]], host_names: Sequence[str], group: Group) -> str:
-    """Which ranks are where, in words and in the world's numbers."""
+    """Which global ranks are on which host, in words."""
     return "; ".join(
         f"{names([group.ranks[rank] for rank in those])} on {name}"
         for those, name in zip(ranks, host_names, strict=True)
     )
 
 
-def bind_fates(everyone: Group, host: Group) -> None:
-    """What breaks the group of a host breaks that of all hosts, and the other way round. Local.
+def link_aborts(everyone: Group, host: Group) -> None:
+    """From now on a break of the host's group breaks that of all hosts, and the other way round. Local.
 
-    `iris.runtime.abort` has given the host's group its flag, which only the ranks of the host see. Those of other hosts
-    find in their next meeting that the group of all is broken.
+    The abort flag belongs to the host's group (`iris.runtime.abort`), and only ranks of the host see it. Ranks of other
+    hosts find in the store that the group of all is broken.
     """
 
     def check_whole() -> None:
@@ -177,7 +178,7 @@ def bind_fates(everyone: Group, host: Group) -> None:
 
     def abort(why: str) -> None:
         with contextlib.suppress(GroupAbortedError):
-            host.check()  # the first cause is the one to report
+            host.check()  # If it is broken already, the first cause stays.
             if host.abort is not None:
                 host.abort(why)
 
@@ -185,6 +186,6 @@ def bind_fates(everyone: Group, host: Group) -> None:
 
 
 def notify_other_hosts(everyone: Group) -> None:
-    """If the group of this host is broken, break that of all hosts at once: their ranks may wait along a rail."""
+    """If the group of this host is broken, break that of all hosts: ranks of other hosts may wait in a transfer."""
     with contextlib.suppress(GroupAbortedError):
         everyone.check()

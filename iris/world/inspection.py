@@ -1,8 +1,9 @@
-"""Questions to a process that uses Iris and may hang: who it is, where its threads are, and what its memory holds.
+"""``python -m iris info --pid``: what a process that may hang is doing, and what its memory holds.
 
-A process with a heap listens on an abstract Unix socket that is named after its user and its number. A thread of its
-own is blocked in accept(2) there, which costs nothing, and answers while the others wait for a GPU or for peers. The
-answer is a JSON object a line, what the host knows first, so that there is an answer where a device gives none.
+A process with a heap listens on an abstract Unix socket that is named after its user and its PID (`listen`). A thread
+blocks in accept(2) there, which costs nothing, and answers while other threads wait for a GPU or for peers. The answer
+is one JSON object a line. What the host knows comes first, so that there is an answer where the device gives none. The
+command asks with `ask`, and shows the answer with `show`.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from iris import mode
 from iris.errors import ProcessUnreachableError
 from iris.log import logger
 
-# Seconds that one waits for each line of an answer: contents of 1 MiB at most are copied for one.
+# Seconds to wait for each line of an answer. A line holds 1 MiB of memory at most, which is copied from the device.
 PATIENCE_S = 10.0
 
 _THREAD_NAME = "iris-inspection"
@@ -28,7 +29,7 @@ _listener: socket.socket | None = None
 
 
 def listen() -> None:
-    """Answer from now on. Local; without effect the second time, and where the name is taken or there are no names."""
+    """Answer questions from now on. Local. Does nothing the second time, nor where the socket cannot be made."""
     global _listener
     if _listener is not None:
         return
@@ -43,7 +44,7 @@ def listen() -> None:
 
 
 def _forget() -> None:
-    """In a forked child, which has no such thread and another number."""
+    """In a forked child: close the copy, as it has no such thread, and another PID."""
     global _listener
     if _listener is not None:
         _listener.close()
@@ -58,7 +59,7 @@ def _address(process: int) -> str:
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
-    """The process at the other end, and its user, as the kernel knows them (unix(7), SO_PEERCRED)."""
+    """PID and user of the process at the other end, as the kernel knows them (unix(7), SO_PEERCRED)."""
     process, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return process, user
 
@@ -66,7 +67,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 def _serve(listener: socket.socket) -> None:
     while True:
         connection, _ = listener.accept()
-        # A thread each: an answer that a device holds up is not to hold up the next one.
+        # A thread for each: an answer that waits for the device must not hold up the next one.
         threading.Thread(target=_answer, args=(connection,), name=_THREAD_NAME, daemon=True).start()
 
 
@@ -78,15 +79,16 @@ def _answer(connection: socket.socket) -> None:
 
 
 memory_reports: list[Callable[[], Iterable[dict[str, Any]]]] = []
-"""Each returns an object for each memory that this process shares with other ranks; `iris.heap` adds its own.
+"""Functions that return what an answer says after its first line, an object for each part.
 
-An object has ``kind`` ("heap" or "library"; or "rail" for the calls to other hosts, of `iris.world.rail_calls`),
-``rank``, ``ranks``, ``device``, and ``lines`` for people.
+`iris.heap` adds one for the memory that this process shares with other ranks, `iris.world.rail_calls` one for the calls
+to other hosts. An object has ``kind`` ("heap", "library" or "rail"), ``rank``, ``ranks``, ``device``, and ``lines`` for
+people.
 """
 
 
 def report() -> Iterator[dict[str, Any]]:
-    """This process, then each memory that it shares with other ranks, in types that JSON has. Local; any thread."""
+    """The lines of an answer: this process, then what the `memory_reports` return. Local; any thread."""
     yield {
         "pid": os.getpid(),
         "command": sys.orig_argv,
@@ -98,7 +100,7 @@ def report() -> Iterator[dict[str, Any]]:
 
 
 def find_threads() -> list[dict[str, Any]]:
-    """Python's threads, the main one first, each with its stack from the outermost call on."""
+    """Python's threads, the main one first, each with its stack from the outermost call on. Not those of this file."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found = []
@@ -113,7 +115,7 @@ def find_threads() -> list[dict[str, Any]]:
 
 
 def ask(process: int) -> dict[str, Any]:
-    """What the process with this number says: its own line, ``memory`` with the others, and whether it is ``complete``.
+    """The answer of the process with this PID: its first line, the others as ``memory``, and if it is ``complete``.
 
     Raises
     ------

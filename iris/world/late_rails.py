@@ -1,9 +1,9 @@
-"""Rails of the simulator that are late by chance: what a network may do, and that of one machine seldom does.
+"""Random delays of the simulator's rails, for tests: a network may be late, and that of one machine seldom is.
 
-A transfer begins some time after the rank has asked for it, on each rank another time. So what is sent is read late,
-and what comes from one host is there before or after what comes from another. The transfers of a rail begin in their
-order, as always. Nothing else of the contract is left: between the call that begins a transfer and the wait for it,
-its tensors are read and written at any time.
+A transfer begins some time after the rank has asked for it, another time on each rank. So what is sent is read late,
+and what comes from one host is there before or after what comes from another. The transfers of a rail still begin in
+their order. Programs may rely on nothing else: between the call that begins a transfer and the wait for it, its tensors
+are read and written at any time.
 """
 
 import queue
@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 chance: random.Random | None = None
-"""By which rails are late that are made from now on; None if they are not. All ranks set it, or none."""
+"""Where rails that are made from now on get their delays; None: no delays. All ranks set it, or none."""
 
-# How many of the transfers are late, and by how many seconds at most: a step within a host takes about as long.
+# The share of transfers that are late, and by how many seconds at most: about as long as a step within a host takes.
 SHARE, LONGEST_S = 0.5, 5e-3
 
 
-class Delivery:
-    """A transfer that has begun or will, as torch's ``Work``."""
+class DelayedTransfer:
+    """A transfer that a `DelayQueue` begins, with the methods of torch's ``Work`` that rails use."""
 
     def __init__(self, start: Callable[[], Any], delay_s: float) -> None:
         self._start, self._delay_s = start, delay_s
@@ -41,31 +41,31 @@ class Delivery:
         return self._begun.is_set() and (self._work is None or self._work.is_completed())
 
     def wait(self) -> None:
-        """Raises as torch does for the transfer, also where it could not begin."""
+        """Wait for the transfer. Raises what torch raised when it began or moved data."""
         self._begun.wait()
         if self._error is not None:
             raise self._error
         self._work.wait()
 
 
-class Courier:
+class DelayQueue:
     """Begins the transfers of one rail late, in their order, in a thread of its own."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = random.Random(chance.random())
-        self._asked: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[DelayedTransfer | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="iris-late-rail", daemon=True).start()
 
-    def carry(self, start: Callable[[], Any]) -> Delivery:
-        """``start`` begins the transfer, and returns torch's work of it."""
+    def submit(self, start: Callable[[], Any]) -> DelayedTransfer:
+        """Have ``start``, which returns torch's work, begin a transfer, now or a little later."""
         late = self._chance.random() < SHARE
-        delivery = Delivery(start, self._chance.uniform(0, LONGEST_S) if late else 0)
-        self._asked.put(delivery)
-        return delivery
+        transfer = DelayedTransfer(start, self._chance.uniform(0, LONGEST_S) if late else 0)
+        self._asked.put(transfer)
+        return transfer
 
     def close(self) -> None:
         self._asked.put(None)
 
     def _run(self) -> None:
-        while (delivery := self._asked.get()) is not None:
-            delivery.begin()
+        while (transfer := self._asked.get()) is not None:
+            transfer.begin()

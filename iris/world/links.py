@@ -1,8 +1,8 @@
-"""Messages between two ranks of different hosts, whichever local ranks these have.
+"""send and recv between two ranks of different hosts, whatever their local ranks are.
 
-Two ranks are connected at their first message to each other, in either direction, for both directions: each has a
-route of its own, a `Rail` of two ranks. So a message up the ranks never waits for one down, nor for one of another
-pair. To connect the two meet on the host.
+The first message between two ranks, in either direction, connects them: they meet on the host, and make a `Rail` of two
+ranks for each direction. So a message from the lower rank to the higher ("up") never waits for one in the other
+direction, nor for one of another pair.
 """
 
 import threading
@@ -16,14 +16,15 @@ from iris.world.pair import Pair
 from iris.world.rail import Rail, Route
 from iris.world.store import own_client
 
-# With a connection to the group's store in which it may wait, as those who share the group's own may not.
+# Makes a rail. It is given a connection to the store of its own, as it may wait in it: waiting in the group's own would
+# block all who share that.
 Make = Callable[[Route, dist.Store], Rail]
 
 
 class Link:
-    """This rank and one of another host. Local, until the first message.
+    """This rank's connection to one rank of another host. Making it is local; the first message connects.
 
-    A thread for each direction may use it at once.
+    Two threads may use it at once, one that sends and one that receives.
     """
 
     def __init__(self, group: Group, peer: int, make: Make) -> None:
@@ -32,7 +33,7 @@ class Link:
         ranks = (min(group.rank, peer), max(group.rank, peer))
         self._route = Route(f"pair/{ranks[0]}-{ranks[1]}", ranks, ranks.index(group.rank))
         self._pair: Pair | None = None
-        # By whether messages go up the ranks.
+        # True: the rail for messages from the lower rank to the higher; False: for those from the higher to the lower.
         self._rails: dict[bool, Rail] = {}
 
     @property
@@ -40,7 +41,7 @@ class Link:
         return len(self._rails) == 2
 
     def connect(self) -> None:
-        """Meet the other rank, if they have not met yet. Blocks the host until it connects, or sends, or receives."""
+        """Connect, if it has not been done. Blocks the host until the other rank connects, sends or receives."""
         with self._connecting:
             if self.connected:
                 return
@@ -54,7 +55,7 @@ class Link:
                 for up, name in ((True, "up"), (False, "down")):
                     rails[up] = self._make(self._route._replace(name=f"{self._route.name}/{name}"), store)
             except BaseException as error:
-                # The other may be connected, and would wait for a message.
+                # The other rank may have connected, and would wait for a message for ever.
                 group.break_off(f"Rank {here} could not connect to rank {there}: {error}")
                 for rail in rails.values():
                     rail.close()
@@ -62,11 +63,11 @@ class Link:
             self._rails = rails
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Send a contiguous tensor. By NCCL the current stream does, by Gloo the host, which waits for the other."""
+        """Send a contiguous tensor. With NCCL it is enqueued on the current stream. With Gloo the host waits for it."""
         self._move(tensor, self._group.rank, self._peer)
 
     def recv(self, tensor: torch.Tensor) -> None:
-        """Receive into a contiguous tensor as many bytes as the other sends."""
+        """Receive into a contiguous tensor of as many bytes as the other rank sends. Waits as `send` does."""
         self._move(tensor, self._peer, self._group.rank)
 
     def close(self) -> None:
@@ -81,7 +82,7 @@ class Link:
 
 
 class Links:
-    """Those of this rank to ranks of other hosts in a group; and what connects all of its ranks. Local."""
+    """This rank's links in a group, and the rail of all ranks of the group. Both are made when first asked for."""
 
     def __init__(self, group: Group, make: Make) -> None:
         self._group, self._make = group, make
@@ -94,7 +95,8 @@ class Links:
         if self._everyone is None:
             group = self._group
             made: list[Rail] = []
-            # What an attempt has left in the store is not found by the next one. All ranks make as many.
+            # Each attempt has a name of its own, so it does not find what a failed one has left in the store. All ranks
+            # make the same number of attempts.
             self._attempts += 1
             route = Route(f"everyone/{self._attempts}", tuple(range(group.size)), group.rank)
             group.agree(
@@ -108,11 +110,11 @@ class Links:
         return self._everyone is not None
 
     def to(self, peer: int) -> Link:
-        """That to a rank of the group, which is on another host."""
+        """The link to a rank of the group, which is on another host."""
         return self._links.setdefault(peer, Link(self._group, peer, self._make))
 
     def close(self) -> None:
-        """The caller guarantees that no message is under way on this rank."""
+        """Close all connections. The caller guarantees that no message is under way on this rank."""
         for link in self._links.values():
             link.close()
         self._links.clear()

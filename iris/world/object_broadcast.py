@@ -1,4 +1,4 @@
-"""The broadcast of a value among hosts: tensors as they are, any other object pickled."""
+"""``ctx.broadcast``: a value of one rank goes to all, by the process group. Tensors go as they are, others pickled."""
 
 import operator
 import pickle
@@ -16,20 +16,21 @@ from iris.world import Group
 
 
 def broadcast_object(group: Group, device: torch.device, value: Any, src: int, drain: Callable[[], None]) -> Any:
-    """What ``src`` has given as ``value``, on every rank of ``group``; `iris.Iris.broadcast` says more.
+    """The ``value`` of rank ``src``, on every rank of ``group``: the body of `iris.Iris.broadcast`.
 
-    Collective; blocks the host. ``drain`` waits for this rank's kernels, and raises what they have recorded.
+    Collective; blocks the host. ``drain`` waits for this rank's kernels, and raises the errors they have recorded.
     """
     is_source = group.rank == index(src)
     buffer: torch.Tensor | None = None
-    # What has no memory of its own shape, as a sparse one, goes as any other object.
+    # Tensors of other layouts, as sparse ones, are pickled like any other object.
     is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided
 
     def offer() -> tuple[bool, Any]:
+        """On the source: fill ``buffer``. Returns whether it is a tensor, and its form, or else its size in bytes."""
         nonlocal buffer
         if index(src) not in range(group.size):
             raise observer.reported(RankOutOfRangeError(src, group.size))
-        # Before the device's record is read, which inside a transform of torch.func is not possible either.
+        # Before `drain`, which reads values of a tensor: in a transform of torch.func that fails, with another error.
         problem = is_tensor and stand_in(value)
         if problem:
             raise InvalidArgumentError(f"broadcast() sends tensors with memory of their own, and got {problem}")
@@ -37,7 +38,7 @@ def broadcast_object(group: Group, device: torch.device, value: Any, src: int, d
         if not is_source or group.size == 1:
             return False, None
         if not is_tensor:
-            # Pickled, and so never through the store, which asks nobody who he is.
+            # A pickle can run code, so it never goes through the store, where anybody can write (`iris.world.wire`).
             buffer = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
             return False, len(buffer)
         buffer = value.detach().to(device).resolve_conj().resolve_neg().contiguous()
@@ -60,7 +61,7 @@ def broadcast_object(group: Group, device: torch.device, value: Any, src: int, d
         try:
             dist.broadcast(buffer.reshape(-1).view(torch.uint8), group=group.process_group, group_src=src)
         except RuntimeError as error:
-            raise group.why(error, f"broadcast from rank {src}") from error
+            raise group.cause_of(error, f"broadcast from rank {src}") from error
     if is_source:
         return value
     if not is_tensor:

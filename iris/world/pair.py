@@ -1,4 +1,8 @@
-"""Two ranks of a group that meet on the host, through its store, while the others know nothing of it."""
+"""Meetings of two ranks of a group, through its store, in which the other ranks take no part.
+
+For two ranks that send each other their first message (`iris.world.links`). `Group` would need all ranks to make a
+group for the two.
+"""
 
 from typing import Any
 
@@ -6,7 +10,7 @@ import torch.distributed as dist
 
 from iris.errors import IrisTimeoutError, PeerLostError
 from iris.world import wire
-from iris.world.broken import look_at_others
+from iris.world.broken import break_if_others_have
 from iris.world.group import Group
 from iris.world.members import INTERVAL_S
 from iris.world.rail import Route
@@ -14,7 +18,7 @@ from iris.world.store import await_keys, put
 
 
 class Pair:
-    """The two ranks of a ``route``, for one thread at a time. Local."""
+    """The two ranks of a ``route``. For one thread at a time. Construction is local."""
 
     def __init__(self, group: Group, route: Route) -> None:
         self._group, self._peer, self._meetings, self._next_look = group, route.ranks[1 - route.place], 0, 0.0
@@ -23,7 +27,8 @@ class Pair:
     def all_gather(self, value: Any, what: str, orders: bool = False) -> list[Any]:
         """The values of both, the lower rank's first. Blocks the host until the other has come.
 
-        Raises `IrisTimeoutError`, `PeerLostError` or `GroupAbortedError`, as `Group.all_gather` does.
+        ``orders`` is there because `Group.all_gather` has it, and changes nothing. Raises `IrisTimeoutError`,
+        `PeerLostError` or `GroupAbortedError`, as `Group.all_gather` does.
         """
         group, peer, this = self._group, self._peer, self._meetings
         self._meetings, self._next_look = this + 1, 0.0
@@ -39,7 +44,7 @@ class Pair:
             # The other has come to this meeting, so it has read what was of the last one.
             self._store.delete_key(f"{this - 1}/{group.rank}")
         except dist.DistNetworkError as error:
-            raise self._lost(what) from error
+            raise self._lost_error(what) from error
         return [value, theirs] if group.rank < peer else [theirs, value]
 
     def _look(self, what: str, waited: float) -> None:
@@ -47,11 +52,11 @@ class Pair:
         group.check()
         if waited >= self._next_look:
             self._next_look = waited + INTERVAL_S
-            group.members.ask()
-            look_at_others(group)
+            group.members.update()
+            break_if_others_have(group)
         if self._peer in group.members.ended() and not self._store.check([f"{self._meetings - 1}/{self._peer}"]):
-            raise self._lost(what)
+            raise self._lost_error(what)
 
-    def _lost(self, what: str) -> Exception:
+    def _lost_error(self, what: str) -> Exception:
         this, peer = (self._group.ranks[rank] for rank in (self._group.rank, self._peer))
-        return self._group.why(PeerLostError(f"Rank {this} lost its connection to rank {peer} in {what}."), what)
+        return self._group.cause_of(PeerLostError(f"Rank {this} lost its connection to rank {peer} in {what}."), what)

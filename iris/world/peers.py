@@ -1,7 +1,10 @@
-"""Watches the processes of this host's other ranks, so that the death of one is known at once.
+"""Watches the processes of this host's other ranks, so that the end of one is known at once.
 
-A pidfd becomes readable when its process ends, however that happens (pidfd_open(2)). One thread holds those of all
-peers and is blocked in poll(2) until then, which costs nothing. A stopped process (SIGSTOP) has not ended.
+A pidfd becomes readable when its process ends, however that happens (pidfd_open(2)). One thread holds the pidfds of all
+peers and blocks in poll(2), which costs nothing. A stopped process (SIGSTOP) has not ended.
+
+`iris.world.remote_peers` does the same for other hosts. Both call the ``listeners``: `iris.world.members`, which tells
+other hosts, and `iris.failures.peer_loss`, which ends processes whose kernels would wait for ever.
 """
 
 import contextlib
@@ -15,11 +18,11 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-# linux/pidfd.h, Linux 6.15: what is known of a process that has been reaped. The request holds the size of the
-# structure's first version; the exit status is its last word.
+# The ioctl that gives the exit status of a process that its parent has reaped already (linux/pidfd.h, Linux 6.15). The
+# number of the request holds the size of struct pidfd_info's first version, of which the exit status is the last word.
 PIDFD_GET_INFO, PIDFD_INFO_EXIT, PIDFD_INFO = 0xC040FF0B, 1 << 3, "QQ12i"
 
-# How often to look at peers of which there is no pidfd: the system is older than Linux 5.3, or a container forbids it.
+# How often to look at peers without a pidfd: where the system is older than Linux 5.3, or a container forbids it.
 INTERVAL_S = 0.25
 
 
@@ -33,7 +36,7 @@ def host_id() -> str:
 
 
 class Identity(NamedTuple):
-    """A process: its host, the namespace of its number there, its number, and when it began (numbers are reused)."""
+    """A process: its host, its PID namespace there, its PID, and its start time, since PIDs are reused."""
 
     host: str
     namespace: str
@@ -48,15 +51,16 @@ class Peer:
     ----------
     identity : Identity
     watched : bool
-        Whether this system tells its end. That of one on another host, or in another namespace, it does not: see
-        `iris.world.remote_peers`.
+        Whether this host's system reports its end. It does not for processes of other hosts or other PID namespaces:
+        `iris.world.remote_peers` watches those.
     ended : bool
+        Whether it is known to have ended.
     status : int or None
         How it ended, as `subprocess.Popen.returncode`: the exit status, or minus the signal. None: not known.
     host_name : str or None
-        What messages call its host, if that is another one.
+        What messages call its host, if that is another one than this.
     unreachable : bool
-        Its host does not answer any more.
+        Whether its host does not answer any more.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -102,7 +106,7 @@ def own_identity() -> Identity:
 
 
 def watch(identity: Identity) -> Peer:
-    """The process of that identity, from now on until it ends. Local; equal identities give the same object."""
+    """Watch the process of this identity until it ends. Local; equal identities give the same `Peer`."""
     global _waker
     with _lock:
         if identity not in _peers:
@@ -115,7 +119,7 @@ def watch(identity: Identity) -> Peer:
 
 
 def _forget() -> None:
-    """In a forked child, which has no such thread and another number."""
+    """In a forked child: start anew, as it has no such thread, and another PID."""
     global _waker, _own, _lock
     _waker, _own, _lock = -1, None, threading.Lock()
     _peers.clear()
@@ -125,8 +129,9 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _watch(waker: int) -> None:
+    """The thread: wait for the end of any peer, and for new peers."""
     poll = select.poll()
-    open_ones: dict[int, Peer] = {}
+    by_pidfd: dict[int, Peer] = {}
     polled: set[Peer] = set()  # those without a pidfd
     poll.register(waker, select.POLLIN)
     while True:
@@ -135,57 +140,58 @@ def _watch(waker: int) -> None:
                 os.eventfd_read(waker)
                 with _lock:
                     new = [peer for peer in _peers.values() if peer.watched and not peer.ended]
-                for peer in set(new) - polled - set(open_ones.values()):
-                    _open(peer, poll, open_ones, polled)
+                for peer in set(new) - polled - set(by_pidfd.values()):
+                    _open(peer, poll, by_pidfd, polled)
             else:
-                peer = open_ones.pop(file)
+                peer = by_pidfd.pop(file)
                 poll.unregister(file)
-                end(peer, _exit_status(peer.identity.number, file))
+                note_end(peer, _exit_status(peer.identity.number, file))
                 os.close(file)
         for peer in [each for each in polled if not _lives(each)]:
             polled.discard(peer)
-            end(peer, _exit_status(peer.identity.number, None))
+            note_end(peer, _exit_status(peer.identity.number, None))
 
 
-def _open(peer: Peer, poll: select.poll, open_ones: dict[int, Peer], polled: set[Peer]) -> None:
+def _open(peer: Peer, poll: select.poll, by_pidfd: dict[int, Peer], polled: set[Peer]) -> None:
+    """Begin to watch a peer: by a pidfd, or in ``polled`` if there can be none. It may have ended already."""
     try:
         file = os.pidfd_open(peer.identity.number)
     except ProcessLookupError:
-        end(peer, None)
+        note_end(peer, None)
         return
     except (OSError, AttributeError):
         polled.add(peer)
         return
-    if not _is(peer):
+    if not _is_same_process(peer):
         os.close(file)
-        end(peer, None)
+        note_end(peer, None)
         return
-    open_ones[file] = peer
+    by_pidfd[file] = peer
     poll.register(file, select.POLLIN)
 
 
-def end(peer: Peer, status: int | None) -> None:
-    """Note that it has ended, and let the listeners know. Any thread."""
+def note_end(peer: Peer, status: int | None) -> None:
+    """Note that a process has ended, and call the listeners. Any thread."""
     peer.status, peer.ended = status, True
     for listener in listeners:
         listener(peer)
 
 
-def _is(peer: Peer) -> bool:
-    """Whether the process that has its number now is the one that is meant."""
+def _is_same_process(peer: Peer) -> bool:
+    """Whether the process that has its PID now is this one, and not a later one."""
     return _stat(peer.identity.number)[1] == peer.identity.began
 
 
 def _lives(peer: Peer) -> bool:
-    return _stat(peer.identity.number)[0] not in "ZX" and _is(peer)
+    return _stat(peer.identity.number)[0] not in "ZX" and _is_same_process(peer)
 
 
 def _exit_status(number: int, pidfd: int | None) -> int | None:
-    """How a process ended that has ended just now."""
+    """The exit status of a process that has just ended; None if it cannot be known."""
     code = None
     state, _, last = _stat(number)
     if state == "Z":
-        # Whoever started it has not asked yet. Its exit code is the last field for those who may look (proc(5)).
+        # A zombie: its parent has not reaped it yet. The last field is the exit code, where one may see it (proc(5)).
         code = int(last)
     elif pidfd is not None:
         info = bytearray(struct.pack(PIDFD_INFO, PIDFD_INFO_EXIT, *[0] * 13))
@@ -197,10 +203,10 @@ def _exit_status(number: int, pidfd: int | None) -> int | None:
 
 
 def _stat(number: int) -> tuple[str, str, str]:
-    """The state of a process, when it began and its exit code; empty texts if there is none of that number."""
+    """State, start time and exit code of the process with this PID; state "X" and empty texts if there is none."""
     try:
         with open(f"/proc/{number}/stat") as file:
-            # The name, in parentheses, may hold anything.
+            # The name, in parentheses, may hold anything, also spaces and parentheses.
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return "X", "", ""

@@ -1,4 +1,4 @@
-"""Where each rank runs: its host, its device, and which other GPUs that reaches."""
+"""Where a rank runs: its host, its device, and which other GPUs that device can access."""
 
 import os
 import socket
@@ -12,17 +12,18 @@ from iris import mode
 from iris.errors import NoGpuForRankError, NoPeerAccessError, SharedDeviceError, names
 from iris.world.peers import host_id
 
-# torch's own switch; the same one must do for Iris, or the two would contradict each other.
+# The switch of torch's symmetric memory. Iris has none of its own, which could contradict it.
 OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
-# Which host a rank is on, where the machine's boot id does not say it: two "hosts" of one machine, for tests.
+# Names the host of a rank, in the place of the machine's boot id. Tests make two "hosts" of one machine with it.
 HOST_VARIABLE = "IRIS_HOST"
 
 
 class Placement(NamedTuple):
-    """Where a rank runs: what distinguishes two hosts, or two GPUs.
+    """Where a rank runs.
 
-    Ranks with one ``host`` reach each other's memory; ``host_name`` is what messages call it.
+    Ranks with the same ``host`` reach each other's memory; messages call it ``host_name``. ``gpu`` is the UUID of the
+    GPU and ``gpu_name`` its model; both are None in the simulator.
     """
 
     host: str
@@ -32,6 +33,7 @@ class Placement(NamedTuple):
 
 
 def on_gpu() -> bool:
+    """Whether kernels of this process run on a GPU, and not in the simulator."""
     return not mode.ACTIVE and torch.cuda.is_available()
 
 
@@ -47,11 +49,11 @@ def choose_device() -> torch.device:
 
 
 def bind_to_device() -> Placement:
-    """Make this process's device the current one. Raises what torch raises for a GPU out of order, and as
-    `find_placement`."""
+    """Make this process's device the current one. Raises as `find_placement`, or as torch does for a broken GPU."""
     device = choose_device()
     if device.type == "cuda":
-        # Where kernels are compiled and launched, also if only the process group is bound to it.
+        # Kernels are compiled for the current device, and launched there. It may not be the one that init_process_group
+        # was given as device_id.
         torch.cuda.set_device(device)
     return find_placement(device)
 
@@ -71,17 +73,20 @@ def find_placement(device: torch.device) -> Placement:
 
 
 def find_host() -> tuple[str, str]:
-    """What distinguishes this process's host from others, and what people call it."""
+    """This process's host: a text that no other host has, and the name that messages use."""
     given = os.environ.get(HOST_VARIABLE)
     return (given, given) if given else (host_id(), socket.gethostname())
 
 
-def check_own_gpus(placements: Sequence[Placement]) -> None:
-    """Raise `SharedDeviceError` if two ranks use one GPU and torch does not allow it."""
+def check_own_gpus(placements: Sequence[Placement], ranks: Sequence[int]) -> None:
+    """Raise `SharedDeviceError` if two ranks use one GPU and torch does not allow it.
+
+    ``ranks``: the global rank of each placement.
+    """
     if os.environ.get(OVERLAP_VARIABLE) == "1":
         return
     first: dict[str, int] = {}
-    for rank, placement in enumerate(placements):
+    for rank, placement in zip(ranks, placements, strict=True):
         if placement.gpu is not None and first.setdefault(placement.gpu, rank) != rank:
             raise SharedDeviceError(
                 f"Ranks {first[placement.gpu]} and {rank} use the same GPU ({placement.gpu_name}, {placement.gpu}). "
@@ -91,7 +96,7 @@ def check_own_gpus(placements: Sequence[Placement]) -> None:
 
 
 def gpus_out_of_reach(device: torch.device) -> list[str]:
-    """The GPUs that this process sees and whose memory ``device`` cannot access, by their UUIDs."""
+    """The UUIDs of the GPUs that this process sees and whose memory ``device`` cannot access."""
     if device.type == "cpu":
         return []
     others = [number for number in range(torch.cuda.device_count()) if number != device.index]
@@ -102,18 +107,22 @@ def gpus_out_of_reach(device: torch.device) -> list[str]:
     ]
 
 
-def check_peer_access(placements: Sequence[Placement], rank: int, device: torch.device) -> None:
-    """Raise `NoPeerAccessError` if the GPU of ``rank`` cannot reach that of a peer on its host, as far as this process
-    can see it."""
+def check_peer_access(placements: Sequence[Placement], ranks: Sequence[int], rank: int, device: torch.device) -> None:
+    """Raise `NoPeerAccessError` if ``device`` of this rank cannot access the GPU of a peer on its host.
+
+    ``ranks``: the global rank of each placement. ``rank``: the index of this rank's.
+
+    GPUs that this process does not see (CUDA_VISIBLE_DEVICES) are not checked.
+    """
     out_of_reach = gpus_out_of_reach(device)
     unreachable = [
         peer
-        for peer, placement in enumerate(placements)
+        for peer, placement in zip(ranks, placements, strict=True)
         if placement.host == placements[rank].host and placement.gpu in out_of_reach
     ]
     if unreachable:
         raise NoPeerAccessError(
-            f"{device} ({placements[rank].gpu_name}) of rank {rank} cannot access the memory of the GPU of "
+            f"{device} ({placements[rank].gpu_name}) of rank {ranks[rank]} cannot access the memory of the GPU of "
             f"{names(unreachable)}. `nvidia-smi topo -m` or `rocm-smi --showtopo` shows the links; "
             "choose GPUs that are connected, or run in the simulator with IRIS_SIMULATOR=1."
         )

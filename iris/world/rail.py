@@ -1,11 +1,12 @@
-"""What carries bytes from host to host, among some ranks: those of a `Route`.
+"""Carries bytes from host to host, among the ranks of a `Route`.
 
-A *rail* has the ranks with one local rank, one on each host. It moves bytes and never adds: how sums are formed is up
-to who calls it. Two other routes go by the same class: two ranks that exchange messages (`iris.world.links`), and all
-ranks of all hosts, which `iris.ccl.vendor` asks for the engine's own sums.
+The usual route is a *rail*: the ranks with one local rank, one on each host. (The word is from rail-optimised
+networks.) The class here moves bytes along it and adds nothing: callers form sums themselves. Two other routes use the
+same class: the two ranks of a link (`iris.world.links`), and all ranks of all hosts, for which `iris.ccl.vendor` also
+calls the engine's own reductions (the methods at the end).
 
-Two engines carry them: Gloo in the simulator (`iris.world.gloo_rail`), NCCL or RCCL on GPUs (`iris.world.nccl_rail`).
-Calls of a route are made in the same order by all of its ranks, and by one thread.
+The engine is one of torch's backends: Gloo in the simulator (`iris.world.gloo_rail`), NCCL or RCCL on GPUs
+(`iris.world.nccl_rail`). All ranks of a route make its calls in the same order, each from one thread.
 """
 
 import contextlib
@@ -26,15 +27,15 @@ from iris.world.group import Group
 from iris.world.hosts import Hosts
 from iris.world.rail_calls import differing
 
-# Transfers so far on each route of a group, by the names of both, which are the same on all ranks of these.
+# The number of transfers so far, by the names of the group and of the route, which are the same on all of its ranks.
 _transfers: Counter[tuple[str, str]] = Counter()
 
 
 class Route(NamedTuple):
-    """Between whom data travel.
+    """Some ranks of a group that exchange data.
 
-    ``name``: unique among the routes of a group, and the same on all its ranks; ``ranks``: these, in the group;
-    ``place``: this rank's, among them.
+    ``name``: unique among the routes of a group, and the same on all ranks of the route. ``ranks``: its ranks in the
+    group. ``place``: the index of this rank among them.
     """
 
     name: str
@@ -43,16 +44,16 @@ class Route(NamedTuple):
 
 
 def rail_of(hosts: Hosts) -> Route:
-    """That of the ranks with this local rank, by host."""
+    """The route of the ranks with this local rank, one on each host."""
     return Route(f"rail/{hosts.local_rank}", hosts.rail, hosts.number)
 
 
 class Transfer(NamedTuple):
-    """What one rank does in a transfer.
+    """What one rank sends and receives in a transfer, for a `Timer`.
 
-    ``sent[i]`` bytes go to ``targets[i]``, and ``received[i]`` come from ``sources[i]``.
-    ``kind``: the method of `Rail`; ``call``: what it is part of, in words; ``rail``: the names of the group and of
-    its route. Ranks are the world's.
+    ``sent[i]`` bytes go to ``targets[i]``, and ``received[i]`` bytes come from ``sources[i]``, all global ranks.
+    ``kind``: the method of `Rail`. ``call``: the collective that it is part of, in words. ``rail``: the names of the
+    group and of the route.
     """
 
     kind: str
@@ -65,18 +66,22 @@ class Transfer(NamedTuple):
 
 
 class Timer(Protocol):
-    """Who wants to know when transfers begin and end: `iris.tracing.rail_times`."""
+    """Notes when transfers begin and end: `iris.tracing.rail_times`."""
 
     def timed(self, transfer: Transfer, start: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], None]]:
-        """The transfer begins. Returns ``start`` with a note of its end, and what to call when it was waited for."""
+        """Called before ``start`` begins the transfer.
+
+        Returns what to call in the place of ``start``, which notes when the transfer ends, and what to call when the
+        transfer has been waited for.
+        """
 
 
-# By group: who notes the transfers of its rails.
+# The timer of each group whose transfers are noted.
 _timers: "weakref.WeakKeyDictionary[Group, Timer]" = weakref.WeakKeyDictionary()
 
 
 def time_rails(group: Group, timer: Timer | None) -> None:
-    """Let this timer note every transfer of the group's rails from here on, or nobody. Local."""
+    """Let ``timer`` note all transfers of the group from here on; None: let nobody. Local."""
     if timer is None:
         _timers.pop(group, None)
     else:
@@ -85,7 +90,7 @@ def time_rails(group: Group, timer: Timer | None) -> None:
 
 @contextlib.contextmanager
 def timed_by(group: Group, timer: Timer | None) -> Iterator[None]:
-    """While this lasts, this timer notes the transfers of the group's rails, or nobody does, and not who does else."""
+    """In this context ``timer``, or nobody, notes the group's transfers in the place of the group's own timer."""
     before = _timers.get(group)
     time_rails(group, timer)
     try:
@@ -95,22 +100,23 @@ def timed_by(group: Group, timer: Timer | None) -> Iterator[None]:
 
 
 class Rail(ABC):
-    """The ranks of a route. Construction is collective among them; blocks the host.
+    """The connection between the ranks of a route. Construction is collective among them and blocks the host.
 
-    By NCCL a transfer is enqueued on the current stream, and the host goes on. By Gloo the host waits for it.
+    With NCCL a transfer is enqueued on the current stream, and the host goes on. With Gloo the host waits for it.
 
     Parameters
     ----------
     group
-        The ranks of all hosts.
+        All ranks of all hosts.
     hosts
-        On which they are.
+        The hosts that they are on.
     engine
-        torch's backend that moves the data.
+        The backend of torch.distributed that moves the data.
     name
-        What people call the engine.
+        The name of the engine, for people.
     route
-        Its ranks. What methods call a host is the place of one of these; of a rail it is the host's number.
+        The ranks that are connected. Where a method says "host h", it means the h-th of these. On a rail that is the
+        number of the host.
     """
 
     def __init__(self, group: Group, hosts: Hosts, engine: Any, name: str, route: Route) -> None:
@@ -121,8 +127,9 @@ class Rail(ABC):
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, what: str) -> Callable[[], None]:
         """Begin to gather every host's ``input`` into ``output``, ``(n,)`` → ``(H, n)``, both contiguous.
 
-        Returns what waits until ``output`` is there (the host, or the stream that is then the current one): until then
-        neither tensor is touched. ``what``: the call that this is part of, in words, the same on all hosts.
+        Returns a function that waits until ``output`` is there. With Gloo the host waits in it, with NCCL the stream
+        that is then the current one. Until then the caller touches neither tensor. ``what``: the collective that this
+        is part of, in words, the same on all hosts.
         """
         received, sent = as_bytes(output), as_bytes(input)
         start = functools.partial(c10d.all_gather, self._engine, received, sent)
@@ -143,19 +150,19 @@ class Rail(ABC):
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        comes: Sequence[int],
-        goes: Sequence[int],
+        recv_counts: Sequence[int],
+        send_counts: Sequence[int],
         nbytes: int,
         what: str,
     ) -> Callable[[], None]:
-        """Begin to send ``goes[h]`` elements of ``input`` to host h, and to receive ``comes[h]`` from it.
+        """Begin to send ``send_counts[h]`` elements of ``input`` to host h, and to receive ``recv_counts[h]`` from it.
 
-        Both are contiguous and have what is for, or from, each host in the order of hosts. ``nbytes``: what the rail
-        moves in all, the same on all hosts. The caller guarantees that ``goes`` here is what ``comes`` is there. What
+        Both tensors are contiguous, with the parts in the order of the hosts. ``nbytes``: what all ranks of the rail
+        send together, the same on all hosts. The caller guarantees that the counts of sender and receiver agree. What
         it returns, and ``what``, are as for `all_gather`.
         """
         received, sent, size = as_bytes(output), as_bytes(input), input.itemsize
-        splits = [count * size for count in comes], [count * size for count in goes]
+        splits = [count * size for count in recv_counts], [count * size for count in send_counts]
         start = functools.partial(self._engine.alltoall_base, received, sent, *splits)
         move = "all_to_all_v", splits
         return self._transfer(start, nbytes, what, move=move, sent=[sent], received=[received])
@@ -163,19 +170,19 @@ class Rail(ABC):
     def shift(self, output: torch.Tensor, input: torch.Tensor, distance: int, what: str) -> Callable[[], None]:
         """Begin to send ``input`` to the host ``distance`` after this one, and to receive that of the one before it.
 
-        Both are contiguous and of one size; hosts are in a ring, and ``distance`` is from 1 to H - 1. What it returns,
-        and ``what``, are as for `all_gather`.
+        The hosts form a ring, and ``distance`` is from 1 to H - 1. Both tensors are contiguous and of one size. What it
+        returns, and ``what``, are as for `all_gather`.
         """
         received, sent, size = as_bytes(output), as_bytes(input), len(self._ranks)
         to, source = (self._place + distance) % size, (self._place - distance) % size
-        comes, goes = ([input.nbytes * (host == peer) for host in range(size)] for peer in (source, to))
-        start = functools.partial(self._engine.alltoall_base, received, sent, comes, goes)
+        recv_sizes, send_sizes = ([input.nbytes * (host == peer) for host in range(size)] for peer in (source, to))
+        start = functools.partial(self._engine.alltoall_base, received, sent, recv_sizes, send_sizes)
         move = "shift", input.nbytes
         given = {"source": source, "receivers": size, "to": to}
         return self._transfer(start, input.nbytes, what, move=move, sent=[sent], received=[received], **given)
 
     def broadcast(self, tensor: torch.Tensor, host: int, what: str) -> Callable[[], None]:
-        """Begin to copy ``tensor``, contiguous, of the rank on ``host`` into that of every other. As `all_gather`."""
+        """Begin to copy the contiguous ``tensor`` of ``host`` into that of every other. Returns as `all_gather`."""
         options = dist.BroadcastOptions()
         options.rootRank = host
         moved = [as_bytes(tensor)]
@@ -185,7 +192,7 @@ class Rail(ABC):
         return self._transfer(start, tensor.nbytes, what, move=move, sent=sent, received=received, source=host)
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, host: int, what: str) -> Callable[[], None]:
-        """Begin to gather every host's ``input`` into ``output`` of the rank on ``host``, ``(n,)`` → ``(H, n)``.
+        """Begin to gather every host's ``input`` into the ``output`` of ``host``, ``(n,)`` → ``(H, n)``.
 
         ``output`` is None elsewhere. What it returns, and ``what``, are as for `all_gather`.
         """
@@ -198,7 +205,7 @@ class Rail(ABC):
         return self._transfer(start, input.nbytes, what, move=move, sent=sent, received=received, receivers=1, to=host)
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, host: int, what: str) -> Callable[[], None]:
-        """Begin to send row h of ``input`` of the rank on ``host`` to ``output`` of host h, ``(H, n)`` → ``(n,)``.
+        """Begin to send row h of the ``input`` of ``host`` to the ``output`` of host h, ``(H, n)`` → ``(n,)``.
 
         ``input`` is None elsewhere. What it returns, and ``what``, are as for `all_gather`.
         """
@@ -210,12 +217,13 @@ class Rail(ABC):
         move = "scatter", output.nbytes
         return self._transfer(start, output.nbytes, what, move=move, sent=sent, received=received, source=host)
 
-    # The engine's own sums, which `iris.ccl.vendor` asks a rail of all ranks for. ``op``: a name in torch's ReduceOp.
+    # The engine's own reductions, for a route of all ranks (`iris.ccl.vendor`). They return when the wait is enqueued,
+    # or over. ``op``: a name in torch's ReduceOp.
 
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
-        """Combine every rank's ``tensor``, contiguous, in its place."""
+        """Combine every rank's contiguous ``tensor``, in place."""
         options = dist.AllreduceOptions()
-        options.reduceOp, divisor = self._sum(op)
+        options.reduceOp, divisor = self._reduce_op(op)
         start = functools.partial(self._engine.allreduce, [tensor], options)
         move = "all_reduce", 2 * tensor.nbytes // len(self._ranks)
         self._transfer(start, tensor.nbytes, what, move=move, sent=[tensor], received=[tensor])()
@@ -225,8 +233,8 @@ class Rail(ABC):
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str, what: str) -> None:
         """Combine every rank's ``input``, and give rank r the r-th part; both are contiguous."""
         options = dist.ReduceScatterOptions()
-        options.reduceOp, divisor = self._sum(op)
-        # As a row each, as not every engine takes other shapes.
+        options.reduceOp, divisor = self._reduce_op(op)
+        # As one-dimensional tensors, since not every engine takes other shapes.
         start = functools.partial(c10d.reduce_scatter, self._engine, output.view(-1), input.view(-1), options)
         move = "reduce_scatter", input.nbytes // len(self._ranks)
         self._transfer(start, input.nbytes, what, move=move, sent=[input], received=[output])()
@@ -234,9 +242,9 @@ class Rail(ABC):
             output.div_(divisor)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: str, what: str) -> None:
-        """Combine every rank's ``tensor``, contiguous, in that of the ``root``. Those of others are undefined then."""
+        """Combine every rank's contiguous ``tensor`` in that of the ``root``. Those of other ranks become undefined."""
         options = dist.ReduceOptions()
-        options.reduceOp, divisor = self._sum(op)
+        options.reduceOp, divisor = self._reduce_op(op)
         options.rootRank = root
         start = functools.partial(self._engine.reduce, [tensor], options)
         move = "reduce", tensor.nbytes
@@ -244,23 +252,23 @@ class Rail(ABC):
         if divisor:
             tensor.div_(divisor)
 
-    def _sum(self, op: str) -> tuple[Any, int | None]:
-        """torch's operation of this name, and by what to divide after it."""
+    def _reduce_op(self, op: str) -> tuple[Any, int | None]:
+        """torch's operation of this name, and by what to divide its result; None: by nothing."""
         return getattr(dist.ReduceOp, op), None
 
     @abstractmethod
     def barrier(self) -> None:
-        """What comes after it begins when all hosts' ranks have come."""
+        """Wait for all ranks of the route. With NCCL the current stream does, with Gloo the host."""
 
     @abstractmethod
     def refuse(self, what: str) -> None:
-        """In the place of a call whose arguments were refused. Gloo raises if the other hosts have not refused it."""
+        """Called in the place of a call that this rank refuses. Gloo raises if other hosts do not refuse it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the connections. Local. The caller guarantees that no call is under way on this rank.
+        """Close the connections. Local. The caller guarantees that no call is under way on this rank.
 
-        Those of other ranks end well, unless the group is broken.
+        Calls that are under way on other ranks still end well, unless the group is broken.
         """
 
     def _transfer(
@@ -276,19 +284,20 @@ class Rail(ABC):
         receivers: int | None = None,
         to: int | None = None,
     ) -> Callable[[], None]:
-        """Start a transfer of so many bytes by this rank, as whoever watches is told. Returns what waits for it.
+        """Start a transfer of ``nbytes`` by this rank, and tell the timer and the sanitizer. Returns what waits for it.
 
-        ``move``: the method, and the bytes from one rank to another, or those that come from, and go to, each host.
-        ``sent``, ``received``: the tensors that this rank reads and writes. ``source``, ``to``: the host whose data
-        come, and the one to which they go, if not all. Both, where each rank sends to one and receives from one.
-        ``receivers``: the hosts that get any, if not all, or all but the source.
+        ``move``: the name of the method, and the bytes from one rank to another; where these differ, the bytes received
+        from each host, and those sent to each. ``sent``, ``received``: the tensors that this rank reads and writes.
+        ``source``: the host that all data come from, if it is one. ``to``: the host that all data go to, if it is one.
+        Both: each rank sends to one and receives from one. ``receivers``: how many hosts receive, if it is not all, or
+        all but the source.
         """
-        everyone, noted = tuple(self._in_world(rank) for rank in self._ranks), _nothing
+        everyone, note_end = tuple(self._in_world(rank) for rank in self._ranks), _nothing
         timer = _timers.get(self._group)
         if timer is not None:
-            start, noted = timer.timed(self._described(what, *move, source, to), start)
+            start, note_end = timer.timed(self._describe(what, *move, source, to), start)
         recorder = observer.recorder
-        if recorder is None and noted is _nothing:
+        if recorder is None and note_end is _nothing:
             return self._begin(start, nbytes, what)
         rail = self._group.name, self._route
         _transfers[rail] += 1
@@ -296,17 +305,17 @@ class Rail(ABC):
         with contextlib.nullcontext() if recorder is None else recorder.sending(key, everyone, what, sent):
             wait = self._begin(start, nbytes, what)
 
-        def note() -> None:
+        def wait_and_note() -> None:
             wait()
-            noted()
+            note_end()
             if recorder is not None and source is None:
                 recorder.received(key, everyone if received else (), receivers or len(everyone), received)
             elif recorder is not None and source is not None and source != self._place:
                 recorder.received(key, (everyone[source],), receivers or len(everyone) - 1, received)
 
-        return note
+        return wait_and_note
 
-    def _described(
+    def _describe(
         self,
         what: str,
         kind: str,
@@ -314,9 +323,9 @@ class Rail(ABC):
         source: int | None,
         to: int | None,
     ) -> Transfer:
-        """What a timer is told of a transfer; as `_transfer`."""
+        """What a timer is told of a transfer, from the arguments of `_transfer`."""
         this, size = self._place, len(self._ranks)
-        comes, goes = ([nbytes] * size,) * 2 if isinstance(nbytes, int) else nbytes
+        recv_sizes, send_sizes = ([nbytes] * size,) * 2 if isinstance(nbytes, int) else nbytes
         others = [host for host in range(size) if host != this]
         if source is not None and to is not None:
             targets, sources = [to], [source]
@@ -328,18 +337,18 @@ class Rail(ABC):
             what,
             f"{self._group.name}/{self._route}",
             targets=tuple(self._in_world(self._ranks[host]) for host in targets),
-            sent=tuple(goes[host] for host in targets),
+            sent=tuple(send_sizes[host] for host in targets),
             sources=tuple(self._in_world(self._ranks[host]) for host in sources),
-            received=tuple(comes[host] for host in sources),
+            received=tuple(recv_sizes[host] for host in sources),
         )
 
     @abstractmethod
     def _begin(self, start: Callable[[], Any], nbytes: int, what: str) -> Callable[[], None]:
-        """Start a transfer of so many bytes by this rank. Returns what waits for it."""
+        """Start a transfer of ``nbytes`` by this rank. Returns what waits for it."""
 
     @contextlib.contextmanager
     def _in_step(self, what: str) -> Iterator[None]:
-        """Whoever leaves a call by an error breaks the group of all: the others may have had the call, or wait."""
+        """Break the group of all ranks if the call fails here: other ranks may have completed it, or wait in it."""
         try:
             yield
         except GroupAbortedError:
@@ -350,7 +359,7 @@ class Rail(ABC):
             raise
 
     def _compare(self, calls: Sequence[str]) -> None:
-        """Raise `MismatchedCollectiveError` unless the ranks' calls, in words and by host, are alike."""
+        """Raise `MismatchedCollectiveError` unless ``calls``, in words, one a rank of the route, are all the same."""
         if len(set(calls)) > 1:
             raise differing(zip(map(self._who, self._ranks), calls, strict=True))
 
@@ -363,8 +372,8 @@ class Rail(ABC):
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, ``(n,)``: what moves, moves as bytes, whatever the dtype."""
-    # Of one element the stride may be anything.
+    """The memory of a contiguous tensor as uint8, ``(n,)``. Transfers move bytes, whatever the dtype."""
+    # Not view(-1): the stride of a tensor of one element may be anything.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -1,24 +1,26 @@
-"""Whether the ranks of a rail make the same calls, compared beside the program, where a rail stands still.
+"""A watchdog of NCCL rails: a thread that finds out whether the ranks of a rail make the same calls.
 
-Ranks that make differing calls of one NCCL communicator wait for each other on the GPU. To compare each call before it
-begins has the host wait, so that is for debug mode (`iris.world.rail.Rail._compare`). Here a thread compares later:
+Ranks that make differing calls on one NCCL communicator wait for each other on the GPU for ever. Comparing each call
+before it begins makes the host wait, so only debug mode does (`iris.world.rail.Rail._compare`). Here a thread compares
+later, beside the program:
 
 1. A rail notes every call that it begins: its number, what it is part of, and its bytes. It keeps the last ones.
-2. One thread of the process looks at the numbers. A rail of which none has changed for a while stands still: the
-   program waits, or is busy with something else. A program that has enqueued what can never end comes to that soon,
-   since a stream holds so many launches only, and then the host waits to enqueue more.
-3. The thread puts the calls of that rail into the store of the group, and reads there what the other ranks have put.
-4. At the first number at which two ranks have made differing calls they are wrong, whatever has become of the
-   transfers. Who has not come to a number yet is not: the thread looks again, less and less often.
+2. The thread looks at the numbers. If that of a rail has not changed for a while, the rail *stands still*: the program
+   waits, or does something else. A program that has enqueued a transfer that never ends soon gets there, as a stream
+   has room for a limited number of launches, and the host then waits to enqueue more.
+3. The thread writes the calls of that rail into the store of the group, and reads there what other ranks have written.
+4. If two ranks have made differing calls under one number, that is an error, whatever has become of the transfers. If a
+   rank has not come to a number yet, that is no error: the thread looks again, less and less often.
 
-A rail on which calls go on is compared now and then, with the next rank only: if ranks differ, two neighbours do.
+A rail on which calls go on is compared now and then, with the next rank only: if any ranks differ, two neighbours do.
 
-Calls in a capture have no number, and replays of graphs make none. So they are numbered alike on all ranks: whether a
-call is captured must be the same on all of them (NCCL User Guide, "Using NCCL with CUDA Graphs").
+Captured calls have no number, and replays of graphs add none. So all ranks number their calls alike, as a call must be
+captured on all of them or on none (NCCL User Guide, "Using NCCL with CUDA Graphs").
 
-Nobody asks the GPU whether a transfer has ended. cudaEventQuery may wait for a lock of the driver while another thread
-waits for the GPU (torch, ProcessGroupNCCL.cpp, `finishedGPUExecutionInternal`), and torch's ``Event.query`` keeps all
-other threads of Python from running meanwhile, so nobody could report anything. torch's ``Work`` keeps the outputs.
+The thread does not ask the GPU whether a transfer has ended. cudaEventQuery may wait for a lock of the driver while
+another thread waits for the GPU (torch, ProcessGroupNCCL.cpp, `finishedGPUExecutionInternal`), and torch's
+``Event.query`` holds the GIL meanwhile, so no thread could report anything. Nor does it keep torch's ``Work``, which
+would keep the outputs alive.
 """
 
 import atexit
@@ -38,19 +40,20 @@ from iris.world import inspection, wire
 from iris.world.group import Group
 from iris.world.store import put
 
-# How often the thread looks at the rails, in seconds; how long one stands still before it is compared; and after how
-# long a rail is compared on which calls go on.
+# In seconds: how often the thread looks at the rails; how long one stands still before it is compared; and how often a
+# rail is compared on which calls go on.
 INTERVAL_S, STILL_S, BUSY_S = 2.0, 10.0, 60.0
-# Whoever waits for ranks that have not come looks again after this share of the time since, and at the latest then.
+# While ranks have not come to a number yet: the pause between two looks is this share of the time since this rank has
+# written its calls, and at most so many seconds.
 SHARE, LONGEST_PAUSE_S = 1 / 8, 60.0
-# Calls of a rail that are kept: more than a stream has room for (of CUDA 1024 launches, as far as is known).
+# How many calls of a rail are kept: more than a stream has room for (1024 launches in CUDA, as far as is known).
 REMEMBERED = 2048
-# What the end of the program waits for a look that is under way.
+# How long the end of the program waits for a look that is under way.
 STOP_LIMIT_S = 5.0
 
 
 def differing(calls: Iterable[tuple[str, str]]) -> MismatchedCollectiveError:
-    """That ranks make differing calls: who, as in "rank 1 on host1", and which call."""
+    """The error that ranks make differing calls. ``calls``: pairs of a rank ("rank 1 on host1") and its call."""
     texts = "; ".join(f"{who} calls {call}" for who, call in calls)
     return MismatchedCollectiveError(f"The hosts do not make the same call: {texts}.")
 
@@ -61,44 +64,45 @@ class RailCalls:
     Parameters
     ----------
     group
-        In whose store ranks find each other's calls, and which is broken where these differ.
+        Its store holds the ranks' calls. It is broken if they differ.
     name
-        The rail's: unique among those of the group, and the same on all of its ranks.
+        The name of the rail, unique in the group and the same on all ranks of the rail.
     place
-        This rank's, among those of the rail.
+        The index of this rank among those of the rail.
     who
-        What messages call these, by place: "rank 1 on host1".
+        What messages call these ranks, by index: "rank 1 on host1".
 
     Attributes
     ----------
     closed : bool
-        Whether the rail is.
+        Whether the rail is closed.
     """
 
     def __init__(self, group: Group, name: str, place: int, who: Sequence[str]) -> None:
         self._group, self._name, self._place, self._who = group, name, place, who
         self._keys = [f"calls/{name}/{each}" for each in range(len(who))]
-        # In a ring, from the next one on.
+        # The indices of the other ranks, from the next one on, in a ring.
         self._others = [(place + step) % len(who) for step in range(1, len(who))]
         self._noted: deque[tuple[int, str, int]] = deque(maxlen=REMEMBERED)
         self._number = 0
         self.closed = False
-        # The thread's own: the number that it has seen, and since when; what it has put into the store, up to which
-        # number, and when; whose calls it has read, and of whom it waits for more.
+        # What follows only the thread uses. The latest number that it has seen, and since when it is the latest.
         self._seen, self._since = 0, time.monotonic()
+        # The calls that it has written into the store, by number; the last of these numbers; and when that was.
         self._mine: dict[int, str] = {}
         self._published, self._published_at = 0, self._since
+        # The calls of other ranks that it has read there; and the ranks from which it waits for more.
         self._theirs: dict[int, dict[int, str]] = {}
         self._asked: list[int] = []
         self._asks_all, self._next_look = False, 0.0
 
     def note(self, what: str, nbytes: int) -> None:
-        """A call begins that is not captured. For one thread at a time."""
+        """Note a call that begins and is not captured. For one thread at a time."""
         self._number = number = self._number + 1
         self._noted.append((number, what, nbytes))
 
     def close(self) -> None:
-        """Nobody looks at these calls any more."""
+        """End the comparison of these calls."""
         self.closed = True
         _leave(self)
 
@@ -133,17 +137,19 @@ class RailCalls:
         return lines
 
     def _publish(self, now: float) -> None:
-        # One call of C, in which the thread of the calls does not run.
+        """Write the noted calls into the store."""
+        # A copy in one call of C: the thread that makes the calls does not run meanwhile.
         noted = list(self._noted)
         self._mine = {number: f"{what} of {nbytes} bytes" for number, what, nbytes in noted}
         self._published, self._published_at, self._theirs = noted[-1][0], now, {}
         put(self._group.store, self._keys[self._place], _encode(self._mine))
 
     def _compare(self) -> MismatchedCollectiveError | None:
+        """Read the calls of the ranks in ``_asked``, and compare them with those that this rank has published."""
         store, mine = self._group.store, self._mine
         for other in self._asked:
             if store.check([self._keys[other]]):
-                # What is of another version of Iris, meetings report.
+                # What cannot be read is of another version of Iris. Meetings report that.
                 with contextlib.suppress(TypeError, ValueError):
                     self._theirs[other] = _decode(store.get(self._keys[other]))
         self._asked = [each for each in self._asked if max(self._theirs.get(each, {0: ""})) < self._published]
@@ -155,7 +161,8 @@ class RailCalls:
         ]
         if not numbers:
             if not self._asked:
-                # Of many hosts these would be megabytes. Nobody compares them again.
+                # All agree, so only the latest call of each rank is kept, for `describe`: with many hosts all calls
+                # would be megabytes.
                 self._theirs = {other: {max(calls): calls[max(calls)]} for other, calls in self._theirs.items()}
             return None
         first, everyone = min(numbers), {self._place: mine, **self._theirs}
@@ -163,7 +170,7 @@ class RailCalls:
         return differing((self._who[each], everyone[each][first]) for each in known)
 
     def report(self, error: MismatchedCollectiveError) -> None:
-        """Break the group, as its ranks are out of step, and let the listeners know; unless it is broken already."""
+        """Break the group, as its ranks are out of step, and call the listeners; unless it is broken already."""
         try:
             self._group.check()
         except GroupAbortedError:
@@ -174,17 +181,17 @@ class RailCalls:
 
 
 def _encode(calls: dict[int, str]) -> bytes:
-    """The calls of numbers that follow each other. Few are all different."""
-    places: dict[str, int] = {}
-    order = [places.setdefault(call, len(places)) for call in calls.values()]
-    return wire.encode((min(calls), list(places), order))
+    """Encode calls of consecutive numbers. Each text is written once, as most calls repeat earlier ones."""
+    indices: dict[str, int] = {}
+    order = [indices.setdefault(call, len(indices)) for call in calls.values()]
+    return wire.encode((min(calls), list(indices), order))
 
 
 def _decode(text: bytes) -> dict[int, str]:
-    """What was encoded. Raises `TypeError` or `ValueError` if nothing was."""
+    """The calls that `_encode` has encoded. Raises `TypeError` or `ValueError` if ``text`` is not of its making."""
     first, calls, order = wire.decode(text)
     try:
-        decoded = {first + place: calls[each] for place, each in enumerate(order)}
+        decoded = {first + position: calls[index] for position, index in enumerate(order)}
     except LookupError as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     if not decoded:
@@ -193,7 +200,7 @@ def _decode(text: bytes) -> dict[int, str]:
 
 
 listeners: list[Callable[[RailCalls, MismatchedCollectiveError], None]] = []
-"""Called where ranks have made differing calls, in the thread that looks, which waits."""
+"""Called when ranks have made differing calls. The thread of this file calls them, and looks at no rail meanwhile."""
 
 _lock = threading.Lock()
 _watched: "weakref.WeakSet[RailCalls]" = weakref.WeakSet()
@@ -201,7 +208,7 @@ _stop: threading.Event | None = None
 
 
 def watch(calls: RailCalls) -> None:
-    """Compare these from now on, until they are closed. Local."""
+    """Compare these calls from now on, until they are closed. Local."""
     global _stop
     with _lock:
         _watched.add(calls)
@@ -218,6 +225,7 @@ def _watch(stop: threading.Event) -> None:
 
 
 def _look_at_all() -> None:
+    """One round of the thread: `RailCalls.look` at all rails, and `RailCalls.report` what is found."""
     with _lock:
         those = list(_watched)
     for calls in those:
@@ -229,7 +237,7 @@ def _look_at_all() -> None:
         except dist.DistError:
             pass  # the store is gone: the next meeting says so
         except ValueError:
-            # A context that is just being closed has let go of what says whether its group is broken.
+            # The context is just being closed, and its abort flag's memory is gone.
             if not calls.closed:
                 raise
 
@@ -240,7 +248,7 @@ def _leave(calls: RailCalls) -> None:
 
 
 def _reports() -> Iterator[dict[str, Any]]:
-    """For who asks this process."""
+    """One of the `iris.world.inspection.memory_reports`."""
     with _lock:
         those = list(_watched)
     for calls in those:
@@ -253,13 +261,13 @@ inspection.memory_reports.append(_reports)
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:
-    """A thread that comes back from a store's C++ while the interpreter ends would end the process by an abort."""
+    """Stop the thread: if it returned from the store's C++ code while the interpreter ends, the process would abort."""
     stop.set()
     thread.join(STOP_LIMIT_S)
 
 
 def _forget() -> None:
-    """In a forked child, which has no such thread, and makes none of its parent's calls."""
+    """In a forked child: start anew, as it has no such thread, and makes none of its parent's calls."""
     global _stop, _lock, _watched
     _stop, _lock, _watched = None, threading.Lock(), weakref.WeakSet()
 

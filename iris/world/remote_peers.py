@@ -1,9 +1,10 @@
-"""Watches the processes of other hosts' ranks, by a connection to each that carries nothing.
+"""Watches the processes of other hosts' ranks, by a TCP connection to each on which no data are sent.
 
 The system closes a connection when its process ends, however that happens, and the other end becomes readable. Where a
-whole host is gone, or the network, nobody closes anything: then the system finds that nobody answers (tcp(7),
-SO_KEEPALIVE), and every other connection to that host is cut here, since calls of torch may wait on one for as long as
-the system tries again, which is many minutes. A stopped process (SIGSTOP) has not ended: its system answers for it.
+whole host or the network is gone, nobody closes anything: then keepalive finds that nobody answers (tcp(7),
+SO_KEEPALIVE). All other connections of this process to that host are shut down then, since calls of torch would wait on
+them until the system stops retransmitting, which takes many minutes. A stopped process (SIGSTOP) has not ended: its
+system answers for it.
 """
 
 import contextlib
@@ -23,26 +24,27 @@ from iris.world import peers
 from iris.world.peers import Peer
 from iris.world.store import CONNECT_LIMIT_S, tcp_store
 
-# When to ask a host of which nothing was heard, how often, and how many times without an answer: 20 s in all.
+# TCP keepalive: idle seconds before the first probe, seconds between probes, and probes without an answer until the
+# host counts as gone: 20 s in all.
 IDLE_S, INTERVAL_S, COUNT = 5, 5, 3
-# Connections that may wait to be accepted: all ranks of other hosts make theirs at once.
+# Connections that may wait for accept(): all ranks of other hosts connect at once.
 BACKLOG = 1024
-# What a connection ends by if its process has ended.
+# SO_ERROR of a connection whose process has ended, and whose host still answers.
 CLOSED = (0, errno.ECONNRESET, errno.EPIPE)
 
 _lock = threading.Lock()
 _listener: socket.socket | None = None
-_name = ""  # by which other hosts find the listener
+_name = ""  # the address or host name by which other hosts reach the listener
 _waker = -1  # an eventfd(2) that lets the thread look for new connections
-_watched: dict[int, tuple[socket.socket, Peer, str]] = {}  # by file; the last is the host's address
-_accepted: dict[int, socket.socket] = {}  # those of ranks of other hosts that watch this one
+_watched: dict[int, tuple[socket.socket, Peer, str]] = {}  # by file descriptor; the last is the host's address
+_accepted: dict[int, socket.socket] = {}  # connections from ranks of other hosts that watch this process
 _gone: set[str] = set()  # addresses that do not answer any more
 
 
 def listen(store: dist.Store) -> tuple[str, int] | None:
-    """Where ranks of other hosts find this process: address and port; None if nowhere, with a warning. Local.
+    """Listen for ranks of other hosts. Returns address and port; None if it cannot listen, with a warning. Local.
 
-    The network is that of the store. Who connects can send nothing that is read.
+    In the network of the store. Nothing is read from the connections.
     """
     global _listener, _name
     with _lock:
@@ -50,12 +52,12 @@ def listen(store: dist.Store) -> tuple[str, int] | None:
             try:
                 address = _own_address(store)
                 here = ip_address(address)
-                # The name of this host may be that of loopback on itself alone (Debian's 127.0.1.1). Others find it by
-                # the name.
+                # On this host alone, its name may resolve to loopback (Debian's 127.0.1.1). Other hosts use the name,
+                # and this one listens on all addresses.
                 _name = _own_name(store) if here.is_loopback else address
                 place = ("::" if here.version == 6 else "0.0.0.0") if here.is_loopback else address
                 _listener = socket.create_server((place, 0), family=_family(address), backlog=BACKLOG)
-                # Who connects may be gone before it is accepted, and the thread waits for nobody alone.
+                # A client may be gone before accept(), which would then block the thread that watches all others.
                 _listener.setblocking(False)
             except OSError as error:
                 logger.warning("Other hosts cannot connect to this process: %s. Its end is noticed late there.", error)
@@ -64,9 +66,10 @@ def listen(store: dist.Store) -> tuple[str, int] | None:
 
 
 def watch(remote: Sequence[tuple[Peer, tuple[str, int] | None, str]]) -> None:
-    """Note the end of these processes from now on: each with where it listens, and the name of its host. Local.
+    """Watch these processes until they end. Local.
 
-    A host that cannot be reached is left out, with a warning: that a rank has ended there is then known late.
+    Each comes with the address and port at which it listens, or None, and with the name of its host. A host that cannot
+    be reached is left out, with a warning: the end of its ranks is then noticed late.
     """
     global _waker
     with _lock:
@@ -95,7 +98,7 @@ def watch(remote: Sequence[tuple[Peer, tuple[str, int] | None, str]]) -> None:
 
 
 def _own_address(store: dist.Store) -> str:
-    """That of this host in the network of the store."""
+    """The address of this host in the network of the store."""
     tcp = tcp_store(store)
     if tcp is None:
         return socket.gethostbyname(socket.gethostname())
@@ -104,7 +107,7 @@ def _own_address(store: dist.Store) -> str:
 
 
 def _own_name(store: dist.Store) -> str:
-    """By which other hosts know this one, which has the store if there is one."""
+    """The name by which other hosts know this one. If there is a TCPStore, this host holds it."""
     tcp = tcp_store(store)
     return socket.gethostname() if tcp is None else tcp.host
 
@@ -121,13 +124,14 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _watch(waker: int) -> None:
+    """The thread: wait for the end of connections, for new ones of `watch`, and for clients of the listener."""
     poll, polled, listener = select.poll(), set[int](), _listener
     for file in (waker, *([] if listener is None else [listener.fileno()])):
         poll.register(file, select.POLLIN)
     while True:
         for file, _ in poll.poll():
             if listener is not None and file == listener.fileno():
-                # The lock keeps forks away meanwhile. It is suppressed that whoever connected has gone already.
+                # The lock keeps forks out meanwhile (below). The error that the client has gone already is suppressed.
                 with _lock, contextlib.suppress(OSError):
                     connection, _ = listener.accept()
                     _accepted[connection.fileno()] = connection
@@ -145,11 +149,11 @@ def _watch(waker: int) -> None:
             else:
                 poll.unregister(file)
                 polled.discard(file)
-                _note(file)
+                _connection_ended(file)
 
 
-def _note(file: int) -> None:
-    """Its connection has ended, and so has the process; or its host does not answer."""
+def _connection_ended(file: int) -> None:
+    """The connection of this file descriptor has ended, as its process has ended, or its host does not answer."""
     with _lock:
         connection, peer, address = _watched.pop(file)
         there = [other for _, other, its in _watched.values() if its == address]
@@ -159,16 +163,16 @@ def _note(file: int) -> None:
         for each in (peer, *there):
             each.unreachable = not each.ended
     if not peer.ended:
-        peers.end(peer, None)
+        peers.note_end(peer, None)
     if peer.unreachable and address not in _gone:
         _gone.add(address)
         _cut(ip_address(address))
 
 
 def _cut(address: IPv4Address | IPv6Address) -> None:
-    """End this process's connections to an address, whoever has them: nobody is at the other end."""
+    """Shut down all of this process's connections to an address, whoever made them: nobody is at the other end."""
     for file in map(int, os.listdir("/proc/self/fd")):
-        # What has been closed meanwhile, or is connected to nobody.
+        # Suppressed for files that have been closed meanwhile, and for sockets without a peer.
         with contextlib.suppress(OSError, ValueError):
             if not stat.S_ISSOCK(os.fstat(file).st_mode):
                 continue
@@ -180,7 +184,7 @@ def _cut(address: IPv4Address | IPv6Address) -> None:
 
 
 def _forget() -> None:
-    """In a forked child, which has no such thread, and whose copies would keep the connections open."""
+    """In a forked child: close its copies, which would keep the connections open. It has no such thread, either."""
     global _listener, _waker
     for connection in (*(each for each, _, _ in _watched.values()), *_accepted.values()):
         connection.close()

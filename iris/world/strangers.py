@@ -1,13 +1,13 @@
-"""Whether ranks that have not introduced themselves are still there.
+"""Whether ranks whose processes are not known yet are still running.
 
-Of a rank that ends before it has made a group nobody knows the process. But from `init_process_group` on it has a
-connection to the store. Where all ranks are on this host, the system lists these connections (proc(5), /proc/net/tcp),
-and the files of the processes that are known: what is left over belongs to strangers. Where nothing is left over, there
-are none. They have ended then, if it is sure that all had come.
+A rank that ends before it has made a group has not said who it is (`iris.world.members`), so its process cannot be
+watched. But from `init_process_group` on it has a connection to the store. Where all ranks are on this host, the system
+lists all such connections (proc(5), /proc/net/tcp), and which of them belong to known processes. If none is left over,
+no unknown rank is connected. Then all unknown ranks have ended, if it is certain that all had connected before.
 
-With NCCL, ranks that torchrun has started go on from `init_process_group` before others have begun it. Of these the
-system lists the processes: they have the number of the run and their rank in their environment (proc(5),
-/proc/pid/environ). Of torchrun nobody would learn that one has ended, if it did so with status 0.
+With NCCL that is not certain: `init_process_group` returns on a rank before others have begun it. If torchrun has
+started the ranks, the system lists their processes instead: they have the id of the run and their rank in their
+environment (proc(5), /proc/pid/environ). torchrun itself says nothing of a rank that has ended with status 0.
 """
 
 import os
@@ -22,23 +22,23 @@ from iris.world.store import tcp_store
 
 # The state of a connection whose both ends are open (Linux, include/net/tcp_states.h).
 ESTABLISHED = "01"
-# Backends whose groups are made when all members are there.
+# Backends whose init_process_group returns only when all ranks have come.
 MEETING_BACKENDS = ("gloo", "iris")
-# How long this process is there, in seconds, until torchrun has surely started all others: it does not wait in between.
+# When this process has run for so many seconds, torchrun has certainly started all others: it starts them in a row.
 ALL_STARTED_S = 10.0
 
 _began = time.monotonic()
 
 
 def are_gone(store: dist.Store, known: Collection[int]) -> bool:
-    """Whether all ranks but this one and those with the numbers ``known`` have ended. False also if that is unknown."""
+    """Whether all ranks but this one and those with the PIDs ``known`` have ended. False if that cannot be told."""
     tcp = tcp_store(store)
     if tcp is None or not _is_of_this_host(tcp.host):
         return False
     try:
         if not _all_had_come(tcp):
             return _all_had_started() and not _others_of_the_run(known)
-        # In this order: whoever connects meanwhile is missed by neither.
+        # In this order: a connection that is made meanwhile counts as a stranger's, so the answer is False.
         ours = {file for number in [*known, *_ancestors()] for file in _sockets(number)}
         return not _connections(tcp.port) - ours
     except (OSError, ValueError):
@@ -46,10 +46,11 @@ def are_gone(store: dist.Store, known: Collection[int]) -> bool:
 
 
 def _all_had_come(store: dist.TCPStore) -> bool:
-    """Whether nobody is still to come, if only known ranks are connected.
+    """Whether all ranks have connected to the store by now.
 
-    The backend has had all meet; or rank 0 has the store, and torch has it wait there for all to be connected, as it
-    does for ``env://``: then it is not known before. Who gives torch a store may have one that waits for nobody.
+    They have if the backend makes all ranks meet in `init_process_group`. They also have if torch made the store on
+    rank 0, as for ``env://``: there rank 0 waits for all to connect, and only then becomes known. A store that the
+    program has made may wait for nobody.
     """
     is_of_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     has_waited = is_of_rank_0 and os.environ.get("MASTER_PORT") == str(store.port)
@@ -63,9 +64,9 @@ def _all_had_started() -> bool:
 
 
 def _others_of_the_run(known: Collection[int]) -> bool:
-    """Whether there is a process of torchrun's, but for those and this one and what these have started.
+    """Whether a process of this run of torchrun's is there, other than this one, the known ones and their children.
 
-    Raises `OSError` if that is unknown.
+    Raises `OSError` if that cannot be told.
     """
     own = _run_and_rank(os.getpid())
     if not all(own):
@@ -76,7 +77,10 @@ def _others_of_the_run(known: Collection[int]) -> bool:
 
 
 def _run_and_rank(number: int) -> tuple[str, str]:
-    """Those that torchrun has given a process, as far as one may know; empty where it has ended, or is none of its."""
+    """The run id and the rank that torchrun has given a process.
+
+    Empty texts if it has ended, is another user's, or was not started by torchrun.
+    """
     try:
         text = Path(f"/proc/{number}/environ").read_bytes().decode(errors="replace")
     except OSError:  # another user's, or it has ended
@@ -95,12 +99,12 @@ def _is_of_this_host(host: str) -> bool:
 
 
 def _runs_here() -> bool:
-    """Whether torchrun says that all ranks are on this host."""
+    """Whether all ranks are on this host, as torchrun says."""
     return os.environ.get("LOCAL_WORLD_SIZE", "0") == os.environ.get("WORLD_SIZE", "")
 
 
 def _connections(port: int) -> set[str]:
-    """The open connections to this port, by the number of the socket at the client's end."""
+    """The open connections to this port: the inode of the client's socket of each."""
     found = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         if os.path.exists(table):
@@ -112,7 +116,7 @@ def _connections(port: int) -> set[str]:
 
 
 def _ancestors() -> Iterator[int]:
-    """This process, and those that have started it, of which torchrun's agent may be connected too."""
+    """The PIDs of this process and its ancestors. One may be torchrun's agent, which is connected to the store, too."""
     number = os.getpid()
     while number > 1:
         yield number
@@ -121,6 +125,7 @@ def _ancestors() -> Iterator[int]:
 
 
 def _sockets(number: int) -> Iterator[str]:
+    """The inodes of the sockets that a process has open."""
     folder = f"/proc/{number}/fd"
     try:
         files = os.listdir(folder)

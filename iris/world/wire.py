@@ -1,7 +1,7 @@
-"""What ranks say to each other when they meet: plain values as JSON, so that nothing that is read can run code.
+"""How values are encoded for meetings: as JSON, so that nothing that is read can run code, as a pickle could.
 
-Whoever can reach the store can write there, and the store asks nobody who he is. Objects of users travel through the
-process group instead, as in torch's object collectives.
+The store authenticates nobody, so whoever can reach it can write there. Objects of users travel through the process
+group instead, as in torch's object collectives (`iris.world.object_broadcast`).
 """
 
 import base64
@@ -23,7 +23,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(text: bytes) -> Any:
-    """What was encoded. Raises `ValueError` if nothing was."""
+    """The value that ``text`` encodes. Raises `ValueError` if `encode` has not made it."""
     try:
         return _untagged(json.loads(text))
     except (TypeError, KeyError, AttributeError, RecursionError) as error:

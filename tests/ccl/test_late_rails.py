@@ -29,13 +29,13 @@ def on_late_rails(ctx, seed):
     try:
         delays = []
         # Of the rails that are late: how many transfers, and by what.
-        begin = late_rails.Delivery.begin
+        begin = late_rails.DelayedTransfer.begin
 
-        def begin_noted(delivery):
-            delays.append(delivery._delay_s)
-            begin(delivery)
+        def begin_noted(transfer):
+            delays.append(transfer._delay_s)
+            begin(transfer)
 
-        with mock.patch.object(late_rails.Delivery, "begin", begin_noted), iris.iris(1 << 26) as other:
+        with mock.patch.object(late_rails.DelayedTransfer, "begin", begin_noted), iris.iris(1 << 26) as other:
             yield other
             assert any(delays), "no transfer was late"
     finally:

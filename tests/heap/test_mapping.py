@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from iris import world
 from iris.compat import symmetric_memory
 from iris.compat.symmetric_memory import CountingStore
 from iris.errors import (
@@ -23,6 +22,7 @@ from iris.errors import (
     MismatchedHeapError,
     PeerFailedError,
     RankOutOfRangeError,
+    names,
 )
 from iris.heap import gpu, host, mapping
 from iris.world import Group
@@ -280,7 +280,7 @@ def test_a_gpu_without_room_is_told(monkeypatch):
 def test_every_error_is_one_of_iris():
     assert issubclass(PeerFailedError, IrisError) and issubclass(PeerFailedError, RuntimeError)
     assert issubclass(HeapTooLargeError, MemoryError) and issubclass(MismatchedHeapError, ValueError)
-    assert world.names([0, 2, 3]) == "ranks 0, 2 and 3" and world.names([4]) == "rank 4"
+    assert names([0, 2, 3]) == "ranks 0, 2 and 3" and names([4]) == "rank 4"
 
 
 def test_exchanges_meet_whatever_numbers_the_ranks_have_come_to():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from conftest import UNDER_TORCHRUN
 
 from iris.tracing import between_nodes
-from iris.tracing.between_nodes import Courier
+from iris.tracing.between_nodes import FileExchange
 
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="has a store of its own")
 
@@ -33,8 +33,8 @@ def send(connect, rank, files, failed=False):
     """As the command of another node; returns its thread."""
 
     def run():
-        with Courier(connect(), rank) as courier:
-            courier.send(files, failed)
+        with FileExchange(connect(), rank) as exchange:
+            exchange.send(files, failed)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -58,8 +58,8 @@ def test_all_files_of_all_ranks_arrive(connect, tmp_path):
         expected |= files_of(tmp_path / "there", rank)
         threads.append(send(connect, rank, sorted((tmp_path / "there").glob(f"rank{rank}.*")), failed=rank == 3))
     time.sleep(0.1)  # the program of rank 0 takes longer
-    with Courier(connect(), 0) as courier:
-        courier.take([2, 3], tmp_path / "here", failed=False)
+    with FileExchange(connect(), 0) as exchange:
+        exchange.take([2, 3], tmp_path / "here", failed=False)
     for thread in threads:
         thread.join()
     assert {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()} == expected
@@ -73,8 +73,8 @@ def test_of_a_rank_that_is_gone_there_is_what_has_come_whole(connect, tmp_path, 
     (tmp_path / "rank1.1.npz").write_bytes(b"will not be read to its end")
     monkeypatch.setattr(between_nodes, "_parts", lambda _: iter([b"whole", b"will no"]))
     thread = send(connect, 1, [tmp_path / "rank1.0.npz", tmp_path / "rank1.1.npz"])
-    with Courier(connect(), 0) as courier:
-        courier.take([1], tmp_path / "here", failed=False)
+    with FileExchange(connect(), 0) as exchange:
+        exchange.take([1], tmp_path / "here", failed=False)
     thread.join()
     assert [(path.name, path.read_bytes()) for path in (tmp_path / "here").iterdir()] == [("rank1.0.npz", b"whole")]
 
@@ -83,8 +83,8 @@ def test_nobody_waits_for_a_command_that_never_came_or_shows_nothing_any_more(co
     monkeypatch.setattr(between_nodes, "SILENCE_S", 0.3)
     (tmp_path / "rank1.0.npz").write_bytes(b"some")
     begin = time.monotonic()
-    with Courier(connect(), 0) as courier:
-        courier.take([1], tmp_path, failed=False)
+    with FileExchange(connect(), 0) as exchange:
+        exchange.take([1], tmp_path, failed=False)
     send(connect, 2, [tmp_path / "rank1.0.npz"]).join()  # rank 0 has left
     connect().set("0/beat", "runs 7")
     send(connect, 3, [tmp_path / "rank1.0.npz"]).join()  # it was killed
@@ -95,7 +95,7 @@ def test_whoever_has_failed_does_not_wait_for_the_program_of_rank_0(connect, tmp
     """torchrun ends that when it knows."""
     monkeypatch.setattr(between_nodes, "FAILED_S", 0.2)
     (tmp_path / "rank1.0.npz").write_bytes(b"some")
-    with Courier(connect(), 0):
+    with FileExchange(connect(), 0):
         well = send(connect, 2, [tmp_path / "rank1.0.npz"])
         send(connect, 1, [tmp_path / "rank1.0.npz"], failed=True).join()
         send(connect, 3, [], failed=True).join()  # which has recorded nothing
@@ -109,12 +109,12 @@ def test_where_it_has_failed_rank_0_does_not_wait_for_programs_that_still_run(co
     monkeypatch.setattr(between_nodes, "TAKEN_S", 0.2)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "rank2.0.npz").write_bytes(b"some")
-    with Courier(connect(), 1):  # its program runs
-        with Courier(connect(), 0) as courier:
-            courier.take([1], tmp_path, failed=True)
-        with Courier(connect(), 0) as courier:
+    with FileExchange(connect(), 1):  # its program runs
+        with FileExchange(connect(), 0) as exchange:
+            exchange.take([1], tmp_path, failed=True)
+        with FileExchange(connect(), 0) as exchange:
             sender = send(connect, 2, [tmp_path / "there" / "rank2.0.npz"], failed=True)
-            taker = threading.Thread(target=courier.take, args=([2, 1], tmp_path, False))
+            taker = threading.Thread(target=exchange.take, args=([2, 1], tmp_path, False))
             taker.start()
             sender.join()
             assert taker.is_alive() and (tmp_path / "rank2.0.npz").read_bytes() == b"some"

@@ -186,7 +186,7 @@ def capture(times, *which):
                 start()
                 join()
     # A capture ends on the stream on which it began.
-    assert current.waited_for == [times._sides["0"]] * len(which)
+    assert current.waited_for == [times._wait_streams["0"]] * len(which)
     return found
 
 

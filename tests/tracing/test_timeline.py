@@ -14,7 +14,7 @@ from iris.tracing.clock import Comparison, ahead, common
 from iris.tracing.host_clocks import HostClock
 from iris.tracing.rank_recording import Recording, Space
 from iris.tracing.summary import moves, overlaps, show, traffic, waiting
-from iris.tracing.timeline import assemble, busy, length, overlap, tracks
+from iris.tracing.timeline import assemble, length, merge_spans, overlap, tracks
 from iris.world.rail import Transfer
 
 BASE = 1 << 20
@@ -272,9 +272,10 @@ def test_kernels_that_run_at_the_same_time_are_on_tracks_of_their_own():
 
 
 def test_spans_of_time_are_united():
-    union = busy([(5, 7), (0, 2), (1, 3), (7, 8), (6, 6.5)])
+    union = merge_spans([(5, 7), (0, 2), (1, 3), (7, 8), (6, 6.5)])
     assert union.tolist() == [[0, 3], [5, 8]] and length(union) == 6
-    assert overlap(union, busy([(2, 6)])) == 2 and length(busy([])) == overlap(union, busy([])) == 0
+    none = merge_spans([])
+    assert overlap(union, merge_spans([(2, 6)])) == 2 and length(none) == overlap(union, none) == 0
 
 
 def test_bytes_between_ranks_are_counted_once():
