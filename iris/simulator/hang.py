@@ -14,13 +14,12 @@ from iris import observer
 from iris.compat.interpreter import TensorHandle
 from iris.errors import IrisTimeoutError, PeerLostError
 from iris.simulator import dtypes
-from iris.simulator.folders import IRIS, SIMULATOR, TRITON
+from iris.simulator.folders import IRIS, LIBRARIES, SIMULATOR
 from iris.simulator.tasks import Condition, Poll, Task
 from iris.switches import switched_on
 
 MOST_LINES = 8
 
-_LIBRARIES = (IRIS, TRITON)
 # Their calls are compared between ranks in debug mode.
 _COLLECTIVE = tuple(IRIS + name + os.sep for name in ("ccl", "ops"))
 # In the name of their memory (`iris.ccl.communicator`); no other rank knows of them, with which to compare.
@@ -161,7 +160,7 @@ def _places(stack: list[FrameType]) -> tuple[tuple[str, int, str], tuple[str, in
     """
     first = next(i for i, frame in enumerate(stack) if frame.f_code.co_filename.startswith(SIMULATOR))
     stack = stack[first:]  # what the simulator itself calls is nobody's line
-    users = [frame for frame in stack if not frame.f_code.co_filename.startswith(_LIBRARIES)]
+    users = [frame for frame in stack if not frame.f_code.co_filename.startswith(LIBRARIES)]
     kernels = [frame for frame in stack if not frame.f_code.co_filename.startswith(SIMULATOR)]
     inner, outer = (users[0], users[-1]) if users else (kernels[-1], kernels[-1])
     place, caller = ((each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in (inner, outer))
