@@ -11,5 +11,5 @@ IRIS = str(Path(__file__).parents[1]) + os.sep
 SANITIZER = IRIS + "sanitizer" + os.sep
 SIMULATOR = IRIS + "simulator" + os.sep
 TRITON = str(Path(triton.__file__).parent) + os.sep
-# None of a kernel's lines in these are the user's.
-LIBRARIES = (IRIS, TRITON, *(str(Path(library.__file__).parent) + os.sep for library in (numpy, torch)))
+# Lines of these are not the user's.
+LIBRARIES = (IRIS, TRITON, str(Path(numpy.__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)

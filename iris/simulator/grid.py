@@ -12,7 +12,6 @@ import itertools
 import random
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,7 +21,6 @@ import numpy as np
 from iris import observer
 from iris.compat.dispatch import hidden_from_modes
 from iris.simulator import hang, interrupts, tasks
-from iris.simulator.folders import LIBRARIES
 from iris.simulator.partitions import Partitions
 from iris.simulator.tasks import Task, closed_gate
 
@@ -271,7 +269,7 @@ class Launch:
             if observer.recorder is not None:
                 observer.recorder.failed(error)
             if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"in program {task.index} of kernel {self.name!r}{_users_line(error)}")
+                error.add_note(f"in program {task.index} of kernel {self.name!r}{hang.users_line(error)}")
             self.fail(error)
         self.live.discard(task)
         self._leave(task)
@@ -356,10 +354,3 @@ class Launch:
             _baton.acquire()
             tasks.running = task
         self._sleep = min(2 * self._sleep, LONGEST_SLEEP_S)
-
-
-def _users_line(error: BaseException) -> str:
-    """Which line of the user's has raised ``error``, below which there may be many of the simulator's."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    users = [f", at {file}:{line}" for file, line in frames if not file.startswith(LIBRARIES)]
-    return users[-1] if users else ""

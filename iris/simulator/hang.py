@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
@@ -165,6 +166,13 @@ def _places(stack: list[FrameType]) -> tuple[tuple[str, int, str], tuple[str, in
     inner, outer = (users[0], users[-1]) if users else (kernels[-1], kernels[-1])
     place, caller = ((each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in (inner, outer))
     return place, None if inner is outer else caller
+
+
+def users_line(error: BaseException) -> str:
+    """Which line of the user's has raised ``error``, below which there may be many of the simulator's."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [f", at {file}:{line}" for file, line in frames if not file.startswith(LIBRARIES)]
+    return users[-1] if users else ""
 
 
 def _wanted(poll: Poll, condition: Condition | None) -> str:
