@@ -128,11 +128,21 @@ def speed(size: int, milliseconds: float) -> str:
 def command(main: Callable[[iris.Iris, int], None], size_on_gpu: int, size_simulated: int) -> None:
     """The command line of an example: starts the ranks, and calls ``main(ctx, size)`` on each."""
 
-    @click.command(help=f"Sizes in bytes. By default {size_on_gpu} on GPUs and {size_simulated} in the simulator.")
+    @click.command(help=main.__globals__["__doc__"])
     @click.option(
-        "-r", "--num-ranks", type=click.IntRange(2), default=2, show_default=True, help="Ignored by torchrun."
+        "-r",
+        "--num-ranks",
+        type=click.IntRange(2),
+        default=2,
+        show_default=True,
+        help="How many ranks to start. Ignored under torchrun.",
     )
-    @click.option("--size", type=click.IntRange(min=4), default=size_simulated if SIMULATED else size_on_gpu)
+    @click.option(
+        "--size",
+        type=click.IntRange(4),
+        default=size_simulated if SIMULATED else size_on_gpu,
+        help=f"Bytes of a rank's data. By default {size_on_gpu} on GPUs and {size_simulated} in the simulator.",
+    )
     def run(num_ranks: int, size: int) -> None:
         launch(_worker, num_ranks, main, size)
 

@@ -61,7 +61,12 @@ def command(
     @click.option("-n", type=click.IntRange(1), default=n, show_default=True)
     @click.option("-k", type=click.IntRange(1), default=k, show_default=True)
     @click.option(
-        "-r", "--num-ranks", type=click.IntRange(1), default=2, show_default=True, help="Ignored by torchrun."
+        "-r",
+        "--num-ranks",
+        type=click.IntRange(1),
+        default=2,
+        show_default=True,
+        help="How many ranks to start. Ignored under torchrun.",
     )
     @click.option("--datatype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
     @click.option("--validate", is_flag=True, help="Compare the results of several rounds. The default.")

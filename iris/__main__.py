@@ -31,13 +31,15 @@ commands.add_command(bench)
 
 
 @commands.command()
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
-@click.option("--pid", "processes", type=click.IntRange(1), multiple=True, help="Ask this process; several times: all.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--pid", "processes", type=click.IntRange(1), multiple=True, help="Ask this process. May be given several times."
+)
 def info(as_json: bool, processes: tuple[int, ...]) -> None:
-    """What this machine has, how Iris would run on it, and what is missing.
+    """What this machine has, how Iris runs on it, and what is missing.
 
-    With --pid, what a running process of yours does that uses Iris, and may hang: its rank, its heaps with the flags
-    that lie there, what the library has counted, and where its threads are.
+    With --pid: what a running process of yours does, also while it hangs. It prints the process' rank, its heaps and
+    the flags in them, what the library has counted, and where each thread is.
 
     Exit status 1 if Iris cannot run here, or a process cannot be asked.
     """
@@ -74,7 +76,9 @@ def _inspect(processes: tuple[int, ...], as_json: bool) -> None:
 @commands.command()
 @click.option("--ranks", type=click.IntRange(2), default=2, show_default=True, help="How many ranks to start.")
 def demo(ranks: int) -> None:
-    """Ranks exchange data from inside Triton and Gluon kernels: on GPUs, or in the simulator.
+    """Ranks exchange data in Triton and Gluon kernels.
+
+    They run on GPUs, or in the simulator where there is no GPU.
 
     Exit status 1 if a rank fails or receives wrong data.
     """
@@ -86,14 +90,20 @@ def demo(ranks: int) -> None:
 
 
 @commands.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--seed", type=int, help="Let programs take turns by chance: which turns, this number says.")
-@click.option("--schedules", type=click.IntRange(1), default=1, show_default=True, help="How many of these to try.")
+@click.option("--seed", type=int, help="Let programs take turns at random, from this seed.")
+@click.option(
+    "--schedules",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Try this many seeds, from --seed on, and stop at the first that finds something.",
+)
 @click.option(
     "--time-limit",
     type=click.FloatRange(0),
     default=300,
     show_default=True,
-    help="Seconds that a run may take. Then it is ended, and where its ranks were is a finding. 0: no limit.",
+    help="Seconds that a run may take. Then it is ended, and a finding says where each rank was. 0: no limit.",
 )
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -101,7 +111,11 @@ def demo(ranks: int) -> None:
 def check(
     seed: int | None, schedules: int, time_limit: float, form: str, program: Path, arguments: tuple[str, ...]
 ) -> None:
-    """Run PROGRAM in the simulator, and report races, deadlocks and wrong accesses, whether they showed or not.
+    """Find races, deadlocks and wrong accesses of PROGRAM.
+
+    It runs in the simulator, where every access of every rank is recorded: a race is found even if it did no harm this
+    time. PROGRAM starts its own ranks, or torchrun does: torchrun ... -m iris check PROGRAM. Options of this command
+    come before PROGRAM.
 
     Exit status: 0 if nothing was found, 1 if something was, 2 if the program failed for another reason.
     """
@@ -130,7 +144,7 @@ def drawable(context: click.Context, parameter: click.Parameter, path: Path | No
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     default="trace.json",
     show_default=True,
-    help="Where the events go, for https://ui.perfetto.dev.",
+    help="File for the events, to be opened in https://ui.perfetto.dev.",
 )
 @click.option(
     "--picture",
@@ -138,14 +152,17 @@ def drawable(context: click.Context, parameter: click.Parameter, path: Path | No
     callback=drawable,
     help="Draw the timeline too: SVG, PNG ... by its ending.",
 )
-@click.option("--max-events", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of each rank.")
+@click.option(
+    "--max-events", type=click.IntRange(1), default=1_000_000, show_default=True, help="Events kept of each rank."
+)
 @click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def trace(out: Path, picture: Path | None, max_events: int, program: Path, arguments: tuple[str, ...]) -> None:
-    """Run PROGRAM with every kernel traced, and print what went where, who waited for what, and what overlapped.
+    """Trace PROGRAM: who moved what, and who waited for whom.
 
-    By itself, as it starts its own ranks, or under torchrun. Options of this command come before PROGRAM. The exit
-    status is that of the program.
+    It traces every kernel, and prints what went where, who waited for what, and what overlapped. PROGRAM starts its own
+    ranks, or torchrun does: torchrun ... -m iris trace PROGRAM. Options of this command come before PROGRAM. The exit
+    status is that of PROGRAM.
     """
     requirements.check()
     from iris.tracing import command
@@ -157,20 +174,21 @@ def trace(out: Path, picture: Path | None, max_events: int, program: Path, argum
 @click.option("--largest", type=click.IntRange(1), default=256 << 10, show_default=True, help="Largest size, in KiB.")
 @click.option("--smallest", type=click.IntRange(1), default=8, show_default=True, help="Smallest size, in KiB.")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of tables to add to, not that of this user."
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of the tables to add to, in the place of ~/.config/iris, where Iris looks for them.",
 )
 @NUM_RANKS
 def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -> None:
-    """Measure this machine, and choose operations by what was measured from now on.
+    """Measure this machine; Iris then chooses algorithms by it.
 
     Writes collectives.json: which variant of each collective is fastest, for that number of ranks. On several Hopper
     GPUs also operations.json: the figures by which fused operations are chosen, for any number of ranks. Those that
     were fitted to times of whole calls, and not measured, stay as they are.
 
-    Among ranks that torchrun started, or that this starts. The sizes are those of the collectives, each twice the one
-    before; and on one host 3/2 of one, where another variant is faster at the next. Over several hosts it measures
-    Iris' steps beside the vendor's collectives; the table is for as many hosts with as many ranks, and for the first
-    rank, whose choice counts.
+    It starts the ranks itself, or runs under torchrun. Each size is twice the one before. On one host, where the next
+    size has another fastest variant, it also measures 3/2 of the size. Over several hosts it measures Iris' steps
+    beside the vendor's collectives. That table is for as many hosts with as many ranks, and the first rank's counts.
     """
     requirements.check()
     from iris.bench import ranks
@@ -184,7 +202,7 @@ def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -
 
 @commands.group()
 def model() -> None:
-    """Predict by arithmetic what cannot be measured here."""
+    """Predict times by arithmetic, without the hardware."""
 
 
 @model.command()
@@ -246,9 +264,9 @@ def hosts(
     out: Path | None,
     markdown: bool,
 ) -> None:
-    """When Iris pays over several hosts: its collectives and fused operations, and NCCL's with a GEMM.
+    """When Iris pays over several hosts, beside NCCL and a GEMM.
 
-    By arithmetic, from what was measured within a host: no network was. Sizes are those of large calls, as latencies
+    By arithmetic, from what was measured within a host. No network was measured. It is for large calls, since latencies
     are left out.
     """
     from iris.bench import hosts_command

@@ -263,13 +263,11 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
     ) -> ExpertParallel:
         """Set memory aside for tokens that go to experts on other ranks, and back. Collective over ``group``; blocks.
 
-        Each of W ranks has E / W of E ``num_experts``, and up to M ``max_tokens`` of H ``hidden`` elements of b bytes,
-        bf16, fp16 or fp32, with up to K ``top_k`` experts each. For each of `ExpertsConfig.in_flight` a rank needs
-        ``W M (2 H b + 8 K) + 4 P E`` bytes, with P programs, and 4 K a row for places; besides, for results
-        ``E M H b`` (expanded) and ``(W M min(K, E / W) + alignment E / W) H b`` (compact).
-
-        Over S hosts, M is S times as many in these, W the ranks of a host, and E its experts; and calls take memory of
-        torch's besides.
+        ``num_experts`` is that of all ranks, each of which has as many. A token is a row of ``hidden`` elements of
+        ``dtype`` (bf16, fp16 or fp32), and has up to ``top_k`` experts. ``max_tokens`` is the most that a rank has in
+        one call. The page "Expert parallelism" has the bytes of all this, under "Memory"; they are set aside for each
+        of `ExpertsConfig.in_flight`. Over S hosts they are those of S ``max_tokens`` among the ranks of one host and
+        its experts, and calls take memory of torch's besides.
 
         `InvalidExpertsError` and `InvalidConfigError` say what cannot work, `MismatchedCollectiveError` that ranks ask
         for different things.

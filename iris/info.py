@@ -116,7 +116,7 @@ def explain_simulator() -> dict[str, Any]:
     elif torch.cuda.is_available():
         reason = "TRITON_INTERPRET=1 is set" if simulator.ACTIVE else "there is a GPU"
     else:
-        reason = "no GPU that torch can use"
+        reason = "torch finds no GPU"
     return {"active": simulator.ACTIVE, "reason": reason}
 
 
@@ -189,7 +189,8 @@ def find_missing(report: dict[str, Any]) -> list[dict[str, str]]:
             remedy = "Update the driver, or let this user open the device (/dev/nvidia*, /dev/kfd, /dev/dri/*)."
             say("torch finds no GPU, although a driver is loaded", remedy)
         else:
-            say("no GPU", "Not needed: kernels run in the simulator. For one, install its driver and torch for it.")
+            remedy = "None is needed: kernels run in the simulator. To use one, install its driver and torch for it."
+            say("no GPU", remedy)
     elif len(report["devices"]) == 1:
         say("only one GPU", "Two ranks need two; with IRIS_SIMULATOR=1 they run in the simulator.")
     pairs = [(i, j) for i, row in enumerate(report["links"]) for j, each in enumerate(row) if each == "none"]

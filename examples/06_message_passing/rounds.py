@@ -83,7 +83,12 @@ def command(main: Any) -> None:
 
     @click.command()
     @click.option(
-        "-r", "--num-ranks", type=click.IntRange(2), default=2, show_default=True, help="Ignored by torchrun."
+        "-r",
+        "--num-ranks",
+        type=click.IntRange(2),
+        default=2,
+        show_default=True,
+        help="How many ranks to start. Ignored under torchrun.",
     )
     @click.option(
         "--size", type=click.IntRange(min=4), default=DEFAULT_SIZE, show_default=True, help="Bytes of a message."

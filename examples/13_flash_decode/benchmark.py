@@ -1,4 +1,4 @@
-"""Flash decode over keys and values that the ranks share: see README.md. -m: sequences, -n: positions, -k: head's."""
+"""Flash decode over keys and values shared by the ranks: see README.md. -m: sequences, -n: positions, -k: head size."""
 
 import sys
 from pathlib import Path

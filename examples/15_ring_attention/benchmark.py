@@ -1,4 +1,4 @@
-"""Attention over a sequence that the ranks share: see README.md. -m: heads, -n: positions, -k: head's size."""
+"""Attention over a sequence that the ranks share: see README.md. -m: heads, -n: positions, -k: head size."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A tensor-parallel decoder: see README.md. -m: sequences at most, -n: tokens of a prompt, -k: tokens after it."""
+"""A tensor-parallel decoder: see README.md. -m: most sequences, -n: tokens of a prompt, -k: tokens generated."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A mixture of experts, served and trained: see README.md. -m: sequences, -n: a prompt's tokens, -k: those after."""
+"""A mixture of experts, served and trained: see README.md. -m: sequences, -n: tokens of a prompt, -k: generated."""
 
 import copy
 import sys

@@ -56,7 +56,12 @@ def command(main: Callable[[iris.Iris, int, Config], None], gluon: bool = True) 
 
     @click.command(help=main.__globals__["__doc__"])
     @click.option(
-        "-r", "--num-ranks", type=click.IntRange(2), default=2, show_default=True, help="Ignored by torchrun."
+        "-r",
+        "--num-ranks",
+        type=click.IntRange(2),
+        default=2,
+        show_default=True,
+        help="How many ranks to start. Ignored under torchrun.",
     )
     @click.option(
         "--size", type=click.IntRange(min=64), default=20_000 if SIMULATED else 1 << 24, show_default=True,

@@ -10,18 +10,21 @@ from iris.bench.options import DTYPES, MATRIX_DTYPES, NUM_RANKS, Floors, Numbers
 
 @click.group()
 def bench() -> None:
-    """Measure what Iris reaches on this machine, beside others."""
+    """Measure Iris on this machine, beside NCCL, torch and others."""
 
 
 @bench.command()
-@click.option("--collective", "collectives", multiple=True, help="One of the collectives; all if not given.")
+@click.option(
+    "--collective", "collectives", multiple=True, help="One of the collectives. May be repeated; all if not given."
+)
 @click.option(
     "--library",
     "libraries",
     multiple=True,
-    help="iris, 'iris steps' (its own over several hosts, where iris may leave a call to NCCL), 'iris gluon', nccl, "
-    "'nccl windows', torch; and for all_reduce flashinfer, 'flashinfer one shot', 'flashinfer two shot' or sglang. If "
-    "not given, all of the first that span the hosts, and on one host flashinfer and sglang where they are installed.",
+    help="May be repeated. iris, 'iris steps' (over several hosts, where 'iris' may leave a call to NCCL), 'iris "
+    "gluon', nccl, 'nccl windows', torch. For all_reduce also flashinfer, 'flashinfer one shot', 'flashinfer two shot' "
+    "and sglang. If not given: those up to torch that can span the hosts and, on one host, flashinfer and sglang where "
+    "they are installed.",
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option(
@@ -34,7 +37,7 @@ def bench() -> None:
     type=Numbers(",", 0),
     default="0",
     show_default=True,
-    help="Multiprocessors to use at most; 0: each library's choice. Over several hosts nccl alone takes another.",
+    help="Multiprocessors to use at most. 0: each library chooses. Over several hosts only nccl takes another number.",
 )
 @click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
@@ -49,9 +52,9 @@ def ccl(
     out: Path | None,
     num_ranks: int | None,
 ) -> None:
-    """Collectives of Iris, the vendor's library, torch and others, side by side.
+    """Collectives of Iris, NCCL or RCCL, torch and others.
 
-    Among ranks that it starts, or under torchrun.
+    It starts the ranks itself, or runs under torchrun.
 
     Exit status 1 if a figure misses its floor, or a result of Iris is wrong.
     """
@@ -62,16 +65,18 @@ def ccl(
 
 
 @bench.command()
-@click.option("--operation", "operations", multiple=True, help="One of the fused operations; all if not given.")
+@click.option(
+    "--operation", "operations", multiple=True, help="One of the fused operations. May be repeated; all if not given."
+)
 @click.option(
     "--library",
     "libraries",
     multiple=True,
-    help="iris, 'iris triton', vendor, torch, gemm ...; and for all_reduce_rms_norm 'iris residual', 'iris fp8' (the "
-    "same with a scale for each row), both also as 'iris sharded' and 'iris sharded fp8' (the residual by rows), "
-    "flashinfer, 'flashinfer one shot', 'flashinfer two shot' or sglang. Over several hosts also 'iris beside rails' "
-    "and 'iris in turn'. If not given, all of the first and those of Iris, and of the others flashinfer and sglang "
-    "where they are installed.",
+    help="May be repeated. iris, 'iris triton', vendor, torch, gemm ... For all_reduce_rms_norm also 'iris residual', "
+    "'iris fp8' (with a residual, and a scale for each row), 'iris sharded' and 'iris sharded fp8' (the residual "
+    "sharded by rows), flashinfer, 'flashinfer one shot', 'flashinfer two shot' and sglang. Over several hosts also "
+    "'iris beside rails' and 'iris in turn'. If not given, all of these; flashinfer and sglang where they "
+    "are installed.",
 )
 @click.option("--dtype", type=MATRIX_DTYPES, default="bfloat16", show_default=True)
 @click.option(
@@ -79,9 +84,9 @@ def ccl(
     "shapes",
     type=Numbers("x", 0, count=3),
     multiple=True,
-    help="MxNxK of a product, MxNx0 of rows to normalise; if not given, those of large models.",
+    help="May be repeated. MxNxK of a product, MxNx0 of rows to normalise. If not given, those of large models.",
 )
-@click.option("--sweep", is_flag=True, help="M from 16 to 16384, with N = K = 8192, besides these.")
+@click.option("--sweep", is_flag=True, help="Also M from 16 to 16384, with N = K = 8192.")
 @click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
 @NUM_RANKS
@@ -95,9 +100,9 @@ def ops(
     out: Path | None,
     num_ranks: int | None,
 ) -> None:
-    """Fused operations of Iris, the vendor's GEMM with its collectives, torch's own and others, side by side.
+    """Fused operations, beside cuBLAS with NCCL, torch and others.
 
-    Among ranks that it starts, or under torchrun.
+    It starts the ranks itself, or runs under torchrun.
 
     Exit status 1 if a figure misses its floor, or a result of Iris is wrong.
     """
@@ -113,17 +118,20 @@ def ops(
     type=Numbers(",", 1),
     default="1,8,32,128,512,1024,4096,8192",
     show_default=True,
-    help="Of each rank.",
+    help="Tokens of each rank.",
 )
 @click.option("--hidden", type=click.IntRange(1), default=7168, show_default=True, help="Elements of a token's row.")
-@click.option("--experts", "num_experts", type=click.IntRange(1), default=256, show_default=True, help="Of all ranks.")
+@click.option(
+    "--experts", "num_experts", type=click.IntRange(1), default=256, show_default=True, help="Experts of all ranks."
+)
 @click.option("--top-k", type=click.IntRange(1), default=8, show_default=True, help="Experts of a token.")
-@click.option("--layout", "layouts", multiple=True, help="expanded or compact; both if not given.")
+@click.option("--layout", "layouts", multiple=True, help="expanded or compact. Both if not given.")
 @click.option(
     "--library",
     "libraries",
     multiple=True,
-    help="iris, 'iris fp8' (rows go there as fp8), or torch (all_to_all_single with exact counts); all if not given.",
+    help="May be repeated. iris, 'iris fp8' (dispatch sends fp8), or torch (all_to_all_single with exact counts). All "
+    "if not given.",
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option(
@@ -131,12 +139,12 @@ def ops(
     type=Numbers(",", 0),
     default="0",
     show_default=True,
-    help="Multiprocessors that Iris may use at most; 0: its own choice.",
+    help="Multiprocessors that Iris may use at most. 0: it chooses.",
 )
 @click.option(
     "--low-latency/--no-low-latency",
     default=None,
-    help="Whether rows travel as messages without flags, as few tokens do where neither is given.",
+    help="Whether to use the kernels for few tokens. If neither is given, the number of tokens decides.",
 )
 @click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and a picture.")
@@ -155,9 +163,9 @@ def experts(
     num_ranks: int | None,
     low_latency: bool | None,
 ) -> None:
-    """Dispatch and combine of tokens for experts, beside torch.distributed's way.
+    """Dispatch and combine of tokens for experts, beside torch.
 
-    Among ranks that it starts, or under torchrun.
+    It starts the ranks itself, or runs under torchrun.
 
     Exit status 1 if a figure misses its floor, or a result is wrong.
     """
@@ -171,16 +179,16 @@ def experts(
 @bench.command()
 @click.option(
     "--model",
-    help="llama-8b, llama-70b, qwen3-moe, deepseek-like, tiny or tiny-moe. If not given, the first, and in the "
+    help="llama-8b, llama-70b, qwen3-moe, deepseek-like, tiny or tiny-moe. If not given, llama-8b, and in the "
     "simulator tiny.",
 )
-@click.option("--layers", type=click.IntRange(1), help="How many; all of the model's if not given.")
+@click.option("--layers", type=click.IntRange(1), help="Number of layers. All of the model's if not given.")
 @click.option(
     "--mode",
     "modes",
     multiple=True,
-    help="decode, prefill or train; if not given, the first two. No H200 has room to train deepseek-like: two layers, "
-    "with which gradients are compared, have 180 GB of weights and gradients in float32.",
+    help="May be repeated. decode, prefill or train. If not given, decode and prefill. No H200 has room to train "
+    "deepseek-like: two layers, with which gradients are compared, have 180 GB of weights and gradients in float32.",
 )
 @click.option(
     "--batch",
@@ -188,22 +196,24 @@ def experts(
     type=Numbers(",", 1),
     default="1,8,32,128",
     show_default=True,
-    help="Sequences that a step of decoding has a token of.",
+    help="Sequences that are decoded at once.",
 )
 @click.option(
     "--context",
     type=click.IntRange(1),
-    help="Tokens of a prompt, and of a sequence with a step's token; 1024 if not given, and in the simulator 12.",
+    help="Tokens of a prompt, and of a sequence that is decoded. If not given, 1024, and in the simulator 12.",
 )
-@click.option("--prompts", type=click.IntRange(1), default=8, show_default=True, help="Of prefill, or a training step.")
+@click.option(
+    "--prompts", type=click.IntRange(1), default=8, show_default=True, help="Prompts of a prefill or a training step."
+)
 @click.option(
     "--way",
     "ways",
     multiple=True,
-    help="How ranks communicate: nccl, 'iris backend' (of torch.distributed), 'iris fused' (ctx.ops), 'nccl compiled' "
-    "and 'iris fused compiled' (torch.compile), 'nccl all-to-all' (of experts, with counts that the host reads: train "
-    "alone), 'iris accelerate' (iris.accelerate), or none, the floor. All if not given, but in the simulator not 'iris "
-    "accelerate'; there nccl is Gloo.",
+    help="May be repeated. How ranks communicate: nccl, 'iris backend' (of torch.distributed), 'iris fused' (ctx.ops), "
+    "'nccl compiled' and 'iris fused compiled' (torch.compile), 'nccl all-to-all' (experts, with counts that the host "
+    "reads; train alone), 'iris accelerate' (iris.accelerate), or none, the floor. All if not given; in the simulator "
+    "without 'iris accelerate', and with Gloo for nccl.",
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and a picture.")
@@ -220,9 +230,10 @@ def model(
     out: Path | None,
     num_ranks: int | None,
 ) -> None:
-    """A decoder whose weights are random and split among the ranks: steps of decoding, prompts, a training step.
+    """A tensor-parallel decoder: decoding, prompts and training.
 
-    Among ranks that it starts, or under torchrun. Logits and gradients are compared with those of one process.
+    Its weights are random. It starts the ranks itself, or runs under torchrun. Logits and gradients are compared with
+    those of one process.
 
     Exit status 1 if a result is wrong, or a way fails.
     """
@@ -237,9 +248,10 @@ def model(
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON.")
 @NUM_RANKS
 def memory(groups: int, out: Path | None, num_ranks: int | None) -> None:
-    """How much GPU memory process groups take: the first use of one, each further one, groups of one rank.
+    """GPU memory that process groups take.
 
-    Among ranks that it starts, or under torchrun. Nothing else may use the GPUs meanwhile.
+    It measures the first use of a group, each further group, and groups of one rank. It starts the ranks itself, or
+    runs under torchrun. Nothing else may use the GPUs meanwhile.
     """
     requirements.check()
     from iris.bench import memory, ranks

@@ -20,8 +20,8 @@ NUM_RANKS = click.option(
     "-r",
     "--num-ranks",
     type=click.IntRange(1),
-    help="How many ranks to start: one for each GPU of this machine if not given, 2 in the simulator. Ignored by "
-    "torchrun.",
+    help="How many ranks to start. If not given, one for each GPU of this machine, and 2 in the simulator. Ignored "
+    "under torchrun.",
 )
 
 

@@ -98,7 +98,7 @@ def check_pair(
             )
     if output.dtype != input.dtype:
         raise InvalidCollectiveError(
-            f"{name}() takes an output of the input's dtype; it got {output.dtype} and {input.dtype}."
+            f"{name}() takes an output of the input's dtype, {input.dtype}; it got {output.dtype}."
         )
     if times_in is not None and times_out is not None and input.numel() * times_in % times_out:
         raise InvalidCollectiveError(

@@ -183,7 +183,9 @@ def create(group: Group, size: int, device: torch.device, host: Group | None = N
     sizes = group.agree(check_size, "make a heap of the size that it was asked for")
     if len(set(sizes)) > 1:
         asked = ", ".join(f"{readable(size)} on rank {rank}" for rank, size in zip(group.ranks, sizes, strict=True))
-        raise MismatchedHeapError(f"A heap has the same size on every rank, and these differ: {asked}.")
+        raise MismatchedHeapError(
+            f"A heap has the same size on every rank, and these differ: {asked}. Give all ranks one heap_size."
+        )
     rounded = round_up(max(sizes[0], 1))
 
     def share() -> None:

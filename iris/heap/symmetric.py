@@ -154,7 +154,10 @@ class SymmetricHeap:
         symmetric = self.is_symmetric(tensor)
         life = getattr(tensor.untyped_storage(), "iris_owner", None) if symmetric else None
         if not isinstance(life, Life):
-            raise NotSymmetricError(f"{_show(tensor)} was not made on this heap, so it cannot be freed there.")
+            raise NotSymmetricError(
+                f"{_show(tensor)} was not made on this heap, so it cannot be freed there. free() takes tensors of this "
+                "context's factories, such as ctx.zeros()."
+            )
         if life.freed:
             raise FreedTensorError(f"{_show(tensor)} was freed before; free a tensor once.")
         life.end()

@@ -19,7 +19,7 @@ _registered: list[Library] = []
 
 
 def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
-    """Let what torch.compile compiles in this process from now on communicate by Iris' fused operators. Local.
+    """Put Iris' fused operators in the place of collectives in what torch.compile compiles from now on. Local.
 
     A ``model`` is compiled as well, by ``model.compile()``, and returned. Without one, call torch.compile yourself, in
     any mode; the back end is Inductor, its default. In the graphs of both directions these are replaced, whatever the

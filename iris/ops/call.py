@@ -127,7 +127,7 @@ class Call(NamedTuple):
         rows, N = len(a), b.shape[1]
         if self.name == "matmul_reduce_scatter":
             if rows % size:
-                return "the rows of A are shared among the ranks, so they are a multiple of these"
+                return f"each rank gets an equal part of the rows, so the number of rows of A is a multiple of {size}"
             rows //= size
         elif self.name not in ("matmul_all_reduce", GATHERS_COLUMNS):
             rows *= size

@@ -28,7 +28,7 @@ REMEDIES = {
     "race/missing-release": "{flag} is not written by a release, as ctx.signal() would",
     "race/missing-acquire": "{flag} is not read by an acquire, as ctx.wait() would",
     "race/reuse": "the memory is written anew before its reader is known to have read what was there",
-    "race": "no release and acquire orders them",
+    "race": "no release and acquire, and no barrier, orders them",
     "race/missing-proxy-fence": "a copy by TMA, unlike a load, needs ctx.order_bulk_copies() before it",
 }
 FLAGGED = ("race/scope", "race/missing-release", "race/missing-acquire")

@@ -269,7 +269,7 @@ class Launch:
             if observer.recorder is not None:
                 observer.recorder.failed(error)
             if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"in program {task.index} of kernel {self.name!r}")
+                error.add_note(f"in program {task.index} of kernel {self.name!r}{hang.users_line(error)}")
             self.fail(error)
         self.live.discard(task)
         self._leave(task)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
@@ -14,13 +15,12 @@ from iris import observer
 from iris.compat.interpreter import TensorHandle
 from iris.errors import IrisTimeoutError, PeerLostError
 from iris.simulator import dtypes
-from iris.simulator.folders import IRIS, SIMULATOR, TRITON
+from iris.simulator.folders import IRIS, LIBRARIES, SIMULATOR
 from iris.simulator.tasks import Condition, Poll, Task
 from iris.switches import switched_on
 
 MOST_LINES = 8
 
-_LIBRARIES = (IRIS, TRITON)
 # Their calls are compared between ranks in debug mode.
 _COLLECTIVE = tuple(IRIS + name + os.sep for name in ("ccl", "ops"))
 # In the name of their memory (`iris.ccl.communicator`); no other rank knows of them, with which to compare.
@@ -161,11 +161,18 @@ def _places(stack: list[FrameType]) -> tuple[tuple[str, int, str], tuple[str, in
     """
     first = next(i for i, frame in enumerate(stack) if frame.f_code.co_filename.startswith(SIMULATOR))
     stack = stack[first:]  # what the simulator itself calls is nobody's line
-    users = [frame for frame in stack if not frame.f_code.co_filename.startswith(_LIBRARIES)]
+    users = [frame for frame in stack if not frame.f_code.co_filename.startswith(LIBRARIES)]
     kernels = [frame for frame in stack if not frame.f_code.co_filename.startswith(SIMULATOR)]
     inner, outer = (users[0], users[-1]) if users else (kernels[-1], kernels[-1])
     place, caller = ((each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in (inner, outer))
     return place, None if inner is outer else caller
+
+
+def users_line(error: BaseException) -> str:
+    """Which line of the user's has raised ``error``, below which there may be many of the simulator's."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [f", at {file}:{line}" for file, line in frames if not file.startswith(LIBRARIES)]
+    return users[-1] if users else ""
 
 
 def _wanted(poll: Poll, condition: Condition | None) -> str:

@@ -155,7 +155,7 @@ def test_tiles_of_fp8(ranks, words, tile):
 
 def test_rows_that_cannot_be_shared(ranks):
     arguments = {"out": (4, 4), "A": (9, 6)}
-    ranks.run(ask, InvalidCollectiveError, "a multiple of these", arguments, {}, "matmul_reduce_scatter")
+    ranks.run(ask, InvalidCollectiveError, "rows of A is a multiple of 2", arguments, {}, "matmul_reduce_scatter")
 
 
 def overlapping(ctx):
