@@ -13,7 +13,7 @@ from iris.commands.program import as_command, members, running
 from iris.commands.shared_folder import await_, leave, own_folder, shared_folder
 from iris.sanitizer import findings, whereabouts
 from iris.sanitizer.analysis import analyse
-from iris.sanitizer.deadlock import Onlooker
+from iris.sanitizer.deadlock import DeadlockMonitor
 from iris.sanitizer.findings import Finding, united
 from iris.sanitizer.launches import launches_in
 from iris.sanitizer.settings import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE
@@ -99,17 +99,17 @@ def _run_once(program: Path, arguments: Sequence[str], folder: Path, seed: int |
         settings[SEED_VARIABLE] = str(seed)
     # What the program prints is not part of the report.
     with running(program, arguments, settings, stdout=sys.stderr) as process:
-        begin, launch, onlooker, over_since = time.monotonic(), folder, Onlooker(folder), None
+        begin, launch, monitor, over_since = time.monotonic(), folder, DeadlockMonitor(folder), None
         while process.poll() is None:
             time.sleep(INTERVAL_S)
             now = time.monotonic()
             latest = max(launches_in(folder), default=folder)
             if latest != launch:
                 # The program has gone on, whatever has become of the ranks before.
-                launch, onlooker, over_since = latest, Onlooker(latest), None
-            if over_since is None and onlooker.is_over():
+                launch, monitor, over_since = latest, DeadlockMonitor(latest), None
+            if over_since is None and monitor.is_deadlocked():
                 over_since = now
-            if over_since is not None and (now - over_since > ENDING_S or onlooker.hosts_wait_s() > ENDING_HOSTS_S):
+            if over_since is not None and (now - over_since > ENDING_S or monitor.hosts_wait_s() > ENDING_HOSTS_S):
                 break
             if over_since is None and time_limit and now - begin > time_limit:
                 whereabouts.note(folder, members())

@@ -183,7 +183,7 @@ class HostRecorder:
 
     def collective_entered(self, key: tuple) -> None:
         """The host enters a collective, or sends a message, for which it does not wait here."""
-        self.notes.add(CollectiveEnter(key, self.liveness.over(), self.threads.current()))
+        self.notes.add(CollectiveEnter(key, self.liveness.deadlock_found(), self.threads.current()))
 
     @contextlib.contextmanager
     def meeting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
@@ -214,7 +214,7 @@ class HostRecorder:
     @contextlib.contextmanager
     def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
         """While this lasts the host waits until ``ranks`` have entered, or sent; any, if there are none."""
-        self.notes.add(Awaiting(key, ranks, self._place(), text, self.liveness.over()))
+        self.notes.add(Awaiting(key, ranks, self._place(), text, self.liveness.deadlock_found()))
         try:
             with self.threads.meeting():
                 self.settled()
@@ -235,7 +235,7 @@ class HostRecorder:
         self.bounds.learn(spans)
         self.notes.add(Allocated(spans, text, self._place(), undefined))
 
-    def given(self, name: str, tensor: torch.Tensor) -> None:
+    def kernel_argument(self, name: str, tensor: torch.Tensor) -> None:
         """A launch begins that has this argument. Of memory that is this rank's alone, that is all that one knows."""
         self.used(tensor, f"gives a kernel as {name!r}")
         if tensor.numel() and tensor.layout == torch.strided:

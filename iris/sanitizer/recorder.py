@@ -25,11 +25,11 @@ from iris.sanitizer.deadlock import Liveness
 from iris.sanitizer.events import (
     Accessed,
     Awaited,
+    CtaSynced,
     Diagnostic,
     Fenced,
     Finished,
     Forked,
-    Gathered,
     Issued,
     Joined,
     Launched,
@@ -54,7 +54,7 @@ from iris.simulator.lines import Line
 
 # From this version on a release is one of the whole block; before it, of the thread that does it and what that has
 # met in a barrier.
-_GATHERS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+_RELEASES_WHOLE_CTA = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
 class Recorder(HostRecorder):
@@ -68,7 +68,7 @@ class Recorder(HostRecorder):
         self._callers: dict[int, tuple[CodeType, int] | None] = {}
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
-        self._stored_since_meeting: set[tuple[int, int]] = set()
+        self._stored_since_cta_sync: set[tuple[int, int]] = set()
         self._polled: dict[tuple, tuple[int, bytes, Wait | None]] = {}
         # What loops of a launch have looked at that is in no tensor.
         self._strays: set[tuple[int, int]] = set()
@@ -111,29 +111,29 @@ class Recorder(HostRecorder):
         del self._callers[id(launch)]
         self._calls.pop(id(launch), None)
         numbers = set(self._launches.values())
-        self._stored_since_meeting = {who for who in self._stored_since_meeting if who[0] in numbers}
+        self._stored_since_cta_sync = {who for who in self._stored_since_cta_sync if who[0] in numbers}
         self._polled = {key: seen for key, seen in self._polled.items() if key[0] in numbers}
         self._strays = {stray for stray in self._strays if stray[0] in numbers}
         self.liveness.on_host()
 
-    def is_over(self, repeats: int) -> bool:
+    def is_deadlocked(self, repeats: int) -> bool:
         """All programs of a launch have polled in vain, each ``repeats`` times in a row: can anybody go on?"""
         # What another thread of Python will do, nobody knows.
         if self.threads.may_help({thread for thread, _ in self._launching.values()}):
-            return self.liveness.over()
-        return self.liveness.is_over(repeats)
+            return self.liveness.deadlock_found()
+        return self.liveness.is_deadlocked(repeats)
 
-    def reaches(self, pointers: np.ndarray, kind: int) -> None:
+    def check_mapped(self, pointers: np.ndarray, kind: int) -> None:
         """The program that runs is about to access memory. There is some, or it ends here, and not in a fault."""
         outside = self._spaces.private(pointers)
         if outside.size and not (bounds.is_mapped(int(outside.min())) and bounds.is_mapped(int(outside.max()))):
             verb = "reads" if kind == READ else "writes"
             raise NotSymmetricError(f"It {verb} address {int(outside.min()):#x}, where this process has no memory.")
 
-    def polls(self, pointers: np.ndarray) -> bool:
+    def spins_on(self, pointers: np.ndarray) -> bool:
         """Whether the program that runs spins on what it has loaded here. That there is a tensor is looked at, too."""
         who, task = self._who(), tasks.current()
-        if who is None or not task.spinning or task.looks_up:
+        if who is None or not task.spinning or task.library_loads:
             return False
         private = self._spaces.private(pointers).tolist()
         # To look for tensors takes a while.
@@ -157,7 +157,7 @@ class Recorder(HostRecorder):
             self.bounds.check(self.diagnose, spans, kind, place)
             self.notes.add(Accessed(*who, place, spans, kind, undefined, False, number, tasks.current().async_proxy))
         if kind == WRITE:
-            self._stored_since_meeting.add(who)
+            self._stored_since_cta_sync.add(who)
 
     def synchronised(
         self,
@@ -196,13 +196,13 @@ class Recorder(HostRecorder):
         elif changed:
             self.notes.count_change()
             self.liveness.changed()
-        gathered = message or _GATHERS or who not in self._stored_since_meeting
+        whole_cta = message or _RELEASES_WHOLE_CTA or who not in self._stored_since_cta_sync
         dropped = kind != READ and not compares and tasks.current().dropped
         looks = acquires or not releases or compares
         undefined = kind != WRITE and uninitialised.seen_in(values)
         before = int(values.flat[0]) if word else None
         held = int(np.ravel(values if after is None else after)[0]) if word else None
-        order = (releases, acquires, scope, message, gathered)
+        order = (releases, acquires, scope, message, whole_cta)
         look = (undefined, looks, before, held, wait)
         write = (tasks.current().async_proxy, adds, dropped)
         for spans in self._spaces.spans(pointers, values.itemsize):
@@ -254,12 +254,12 @@ class Recorder(HostRecorder):
         if who is not None:
             self.notes.add(ProxyFenced(*who))
 
-    def gathered(self) -> None:
+    def cta_synced(self) -> None:
         """The threads of the program that runs meet."""
         who = self._who()
-        if who in self._stored_since_meeting:
-            self._stored_since_meeting.discard(who)
-            self.notes.add(Gathered(*who))
+        if who in self._stored_since_cta_sync:
+            self._stored_since_cta_sync.discard(who)
+            self.notes.add(CtaSynced(*who))
 
     def forked(self, parent: Any, partitions: int) -> None:
         """A program goes on beside so many partitions of it."""
@@ -306,11 +306,11 @@ class Recorder(HostRecorder):
 
         def carry_out() -> None:
             task = tasks.current()
-            before, task.issued_at = task.issued_at, (place, beside)
+            before, task.operation = task.operation, (place, beside)
             try:
                 operation()
             finally:
-                task.issued_at = before
+                task.operation = before
             by = self._who()
             if mbarrier is None and by is not None:
                 self.notes.add(Awaited(*by, beside[1]))
@@ -343,8 +343,8 @@ class Recorder(HostRecorder):
         if not tasks.in_kernel():
             return None
         task = tasks.current()
-        if task.issued_at is not None:
-            return task.issued_at[1]
+        if task.operation is not None:
+            return task.operation[1]
         return self._number_of(task, task.partition or 0)
 
     def _number_of(self, task: Any, partition: int) -> tuple[int, int] | None:
@@ -363,7 +363,7 @@ class Recorder(HostRecorder):
         call = self._calls.get(id(tasks.current().launch)) if tasks.in_kernel() else self.threads.call()
         if call is not None and call.place is not None:
             return call.place
-        if tasks.in_kernel() and (issued_at := tasks.current().issued_at) is not None:
+        if tasks.in_kernel() and (issued_at := tasks.current().operation) is not None:
             return issued_at[0]
         frame = sys._getframe(2)
         return self._number(lines.line_of(frame), lines.kernel_line_of(frame) if tasks.in_kernel() else None)

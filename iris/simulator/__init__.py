@@ -25,7 +25,7 @@ def _activate() -> None:
     triton.knobs.runtime.interpret = True
     triton.knobs.propagate_env = propagate
 
-    from iris.simulator import aggregates, grid, hang, kernels, language  # noqa: F401 (hang: for who knows the rank)
+    from iris.simulator import aggregates, grid, hang, kernels, language  # noqa: F401 (hang: it learns the rank)
 
     if wait_limit.VARIABLE in os.environ:
         grid.limit_s = wait_limit.NANOSECONDS / 1e9

@@ -128,10 +128,10 @@ class Semantic(TritonSemantic):
 
     def shared_load(self, mem_desc: SharedMemory, layout: Any = None) -> tl.tensor:
         values = mem_desc.handle.copy()
-        partitions, task = tasks.sharing()
-        if partitions is not None and not _may_be_flag(task, mem_desc):
-            partitions.reads(task, mem_desc.handle)
-        elif partitions is not None:
+        checker, task = tasks.shared_memory_checker()
+        if checker is not None and not _may_be_flag(task, mem_desc):
+            checker.reads(task, mem_desc.handle)
+        elif checker is not None:
             _used_flag(mem_desc, writes=False)
             address = np.array([mem_desc.handle.ctypes.data], dtype=np.uint64)
             tasks.observe("shared-memory load", address, values.reshape(-1), mem_desc.dtype, lambda: False)
@@ -140,10 +140,10 @@ class Semantic(TritonSemantic):
     def shared_store(self, mem_desc: SharedMemory, value: tl.tensor) -> None:
         if list(value.shape) != list(mem_desc.shape) or value.dtype != mem_desc.dtype:
             raise ValueError(f"a {value.type} cannot be stored to shared memory {mem_desc.dtype} {mem_desc.shape}")
-        partitions, task = tasks.sharing()
+        checker, task = tasks.shared_memory_checker()
         flag = _may_be_flag(task, mem_desc)
-        if partitions is not None and not flag:
-            partitions.writes(task, mem_desc.handle)
+        if checker is not None and not flag:
+            checker.writes(task, mem_desc.handle)
         mem_desc.handle[...] = value.handle.data
         if flag:
             _used_flag(mem_desc, writes=True)
@@ -204,9 +204,9 @@ semantic = Semantic(Builder())
 
 def will_read(memory: SharedMemory, verb: str, groups: Groups) -> None:
     """The current task has begun a read of ``memory``, an operation of the group that is open."""
-    partitions, task = tasks.sharing()
-    if partitions is not None:
-        partitions.reads(task, memory.handle, verb, groups)
+    checker, task = tasks.shared_memory_checker()
+    if checker is not None:
+        checker.reads(task, memory.handle, verb, groups)
 
 
 def _may_be_flag(task: tasks.Task, memory: SharedMemory) -> bool:

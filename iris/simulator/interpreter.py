@@ -195,7 +195,7 @@ class Builder(InterpreterBuilder):
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *policy: Any, **named: Any) -> Any:
         recorder = observer.recorder
         if recorder is not None:
-            recorder.reaches(ptrs.data[_lanes(mask, ptrs)], READ)
+            recorder.check_mapped(ptrs.data[_lanes(mask, ptrs)], READ)
         if not any(map(_rereads_memory, (*policy, *named.values()))):
             # Who looks at one element may be looking at a flag.
             looks = recorder if ptrs.data.size == 1 else None
@@ -205,10 +205,10 @@ class Builder(InterpreterBuilder):
             pointers, values = ptrs.data[active], result.data[active]
             if recorder is not None:
                 recorder.accessed(pointers, values.itemsize, READ, values, number)
-                if 0 < pointers.size <= tasks.MOST_FLAGS and recorder.polls(pointers):
+                if 0 < pointers.size <= tasks.MOST_FLAGS and recorder.spins_on(pointers):
                     tasks.observe("plain loads", pointers, values, ptrs.get_element_ty(), _never)
                     return result
-            tasks.looked(pointers, values, ptrs.get_element_ty())
+            tasks.observe_plain_load(pointers, values, ptrs.get_element_ty())
             return result
         message = tasks.take_message()
         with recorder.numbered() if recorder is not None else contextlib.nullcontext() as number:
@@ -218,7 +218,7 @@ class Builder(InterpreterBuilder):
             pointers, values = ptrs.data[active], result.data[active]
             tasks.used_flags(pointers, writes=False, acquires=False, releases=False)
             if recorder is not None and number is not None:
-                recorder.polls(pointers)
+                recorder.spins_on(pointers)
                 recorder.synchronised(number, pointers, values, READ, "relaxed", "sys", message)
             tasks.observe("load", pointers, values, ptrs.get_element_ty(), _never)
         return result
@@ -230,7 +230,7 @@ class Builder(InterpreterBuilder):
             return super().create_masked_store(ptrs, value, mask, *policy, **named)
         active = _lanes(mask, ptrs)
         pointers, values = ptrs.data[active], np.broadcast_to(value.data, ptrs.data.shape)[active]
-        recorder.reaches(pointers, WRITE)
+        recorder.check_mapped(pointers, WRITE)
         if tasks.take_message():
             with recorder.numbered() as number:
                 super().create_masked_store(ptrs, value, mask, *policy, **named)
@@ -242,7 +242,7 @@ class Builder(InterpreterBuilder):
 
     def create_barrier(self, *_: Any) -> None:
         if observer.recorder is not None:
-            observer.recorder.gathered()
+            observer.recorder.cta_synced()
 
     def create_make_tensor_descriptor(
         self, base: Any, shape: Any, strides: Any, block_shape: Any, is_signed: Any, padding: Any
@@ -354,13 +354,13 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any, message: bool = False)
     if recorder is None:
         yield lambda old, kind, **_: use_flags(kind)
         return
-    recorder.reaches(pointers, UPDATE)
+    recorder.check_mapped(pointers, UPDATE)
 
     def record(old: np.ndarray, kind: int, **how: Any) -> None:
         use_flags(kind)
         where, before = np.atleast_1d(pointers), np.atleast_1d(old)
         if kind == READ:
-            recorder.polls(where)
+            recorder.spins_on(where)
         recorder.synchronised(number, where, before, kind, asked, atomics.SCOPES[scope], message, **how)
 
     with recorder.numbered() as number:

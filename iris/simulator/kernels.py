@@ -191,7 +191,7 @@ def launch(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwa
     if observer.recorder is not None:
         for argument in bound.arguments.items():
             for name, value in _tensors(*argument):
-                observer.recorder.given(name, value)
+                observer.recorder.kernel_argument(name, value)
     program = functools.partial(rewritten(self), **values)
     columns, rows, layers = dims + (1,) * (3 - len(dims))
     scheduler.run(kernel, (columns, rows, layers), num_warps, program)

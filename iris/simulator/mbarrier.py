@@ -113,10 +113,10 @@ def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> boo
     over = state.pending == 0 and state.awaited_bytes == 0
     if over:
         state.pending, state.phase = state.count, state.phase ^ 1
-    partitions, _ = tasks.sharing()
-    if partitions is not None:
+    checker, _ = tasks.shared_memory_checker()
+    if checker is not None:
         if over:
-            partitions.phase_ends(mbarrier.handle)
+            checker.mbarrier_phase_end(mbarrier.handle)
         if observer.recorder is not None:
             observer.recorder.mbarrier_arrived(mbarrier.handle.ctypes.data, over)
     state.put(mbarrier)
@@ -140,18 +140,18 @@ def wait(mbarrier: SharedMemory, phase: Any, pred: Any = True, deps: Any = (), *
             announced.popleft()()
         else:
             _observe(mbarrier, state)
-    partitions, task = tasks.sharing()
-    if waiting and partitions is not None:
-        partitions.waited(task, mbarrier.handle)
+    checker, task = tasks.shared_memory_checker()
+    if waiting and checker is not None:
+        checker.mbarrier_waited(task, mbarrier.handle)
         if observer.recorder is not None:
             observer.recorder.mbarrier_waited(mbarrier.handle.ctypes.data)
 
 
 def note_arrival(mbarrier: SharedMemory) -> None:
     """Who waits for the phase will know what the current task knows now."""
-    partitions, task = tasks.sharing()
-    if partitions is not None:
-        partitions.arrives(task, mbarrier.handle)
+    checker, task = tasks.shared_memory_checker()
+    if checker is not None:
+        checker.mbarrier_arrive(task, mbarrier.handle)
 
 
 def _announced(mbarrier: SharedMemory) -> Any:

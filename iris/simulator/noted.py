@@ -54,7 +54,7 @@ def waited() -> None:
 
 def loads_for_caller() -> None:
     """What this function loads, its caller has asked for: it may be what a loop of the caller's waits for."""
-    tasks.current().looks_up = False
+    tasks.current().library_loads = False
 
 
 def _number(value: Any) -> int:
@@ -112,11 +112,11 @@ def spinning() -> Iterator[None]:
 def by_library(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """Call a function of `iris.language`. It loads for itself, unless it says `loads_for_caller`."""
     task = tasks.current()
-    before, task.looks_up = task.looks_up, True
+    before, task.library_loads = task.library_loads, True
     try:
         return function(*args, **kwargs)
     finally:
-        task.looks_up = before
+        task.library_loads = before
 
 
 def _of_loop(cmp: str, wanted: Callable[[], Any]) -> Condition | None:

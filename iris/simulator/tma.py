@@ -77,9 +77,9 @@ def load(
             return block.rounded(tl.load(pointers, inside, fill).handle.data)
 
     source = Source(read, block.element)
-    partitions, task = tasks.sharing()
-    if partitions is not None:
-        partitions.writes(task, result.handle, "writes by TMA", completion=barrier.handle)
+    checker, task = tasks.shared_memory_checker()
+    if checker is not None:
+        checker.writes(task, result.handle, "writes by TMA", completion=barrier.handle)
     destination = Destination(result.handle, block.element)
 
     def complete() -> None:

@@ -67,9 +67,9 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = No
 
 def fence_async_shared(cluster: Any = False) -> None:
     """All accesses of shared memory go the same way here; that it is not forgotten is looked at between partitions."""
-    partitions, task = tasks.sharing()
-    if partitions is not None:
-        partitions.fences(task)
+    checker, task = tasks.shared_memory_checker()
+    if checker is not None:
+        checker.proxy_fence(task)
 
 
 def _type(value: tl.tensor | Accumulator) -> tl.block_type:
