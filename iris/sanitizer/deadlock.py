@@ -125,7 +125,7 @@ class Liveness:
         return int(self._ranks[:, 1].sum())
 
     def polls(self, changes: int) -> bool:
-        """The host of this rank has polled in vain for long, at this sum of changes. Returns whether nobody can go on."""
+        """The host of this rank has long polled in vain, at this sum of changes. Returns whether nobody can go on."""
         self._mine[2:] = changes, _milliseconds()
         self._mine[0] = POLLS
         doing = self._ranks[:, 0]

@@ -66,7 +66,7 @@ class HostRecorder:
                 undefined = element and any(uninitialised.seen_at(address, size, element) for address in addresses)
                 self.notes.add(Accessed(0, thread, place, spans, kind, bool(undefined), blank))
                 if kind == READ:
-                    self._polls.looked(int(addresses[0]), spans, lines.line_of(sys._getframe(1)))
+                    self._polls.looked(int(addresses[0]), spans, lines.user_line(sys._getframe(1)))
             elif self.threads.several() and size * len(addresses) <= uninitialised.LARGEST:
                 self.notes.add(Accessed(0, thread, place, spans, kind, False, blank))
         if kind != READ:
@@ -85,17 +85,17 @@ class HostRecorder:
     @staticmethod
     def _is_in_wait() -> bool:
         """Whether the program looks in a loop that ends by what it sees; or in a function by which such a loop ends."""
-        line = lines.line_of(sys._getframe(2))
+        line = lines.user_line(sys._getframe(2))
         if line is None or loops.is_in_wait(line[0].co_filename, line[1]):
             return line is not None
-        return any(loops.ends_wait_at(code.co_filename, at) for code, at in lines.users_lines(sys._getframe(2)))
+        return any(loops.ends_wait_at(code.co_filename, at) for code, at in lines.user_lines(sys._getframe(2)))
 
     def host_looked(self, number: int, tensor: torch.Tensor) -> None:
         """With torch, at what may be flags, while it held ``number``."""
         place, thread, (addresses, size) = self._place(), self.threads.current(), runs(tensor)
         values = b"".join(ctypes.string_at(address, size) for address in addresses.tolist())
         for spans in self._spaces.spans(addresses, size):
-            self._polls.looked(tensor.data_ptr(), spans, lines.line_of(sys._getframe(1)))
+            self._polls.looked(tensor.data_ptr(), spans, lines.user_line(sys._getframe(1)))
         key, found = (thread, place, tensor.data_ptr()), (self.notes.changes(), values, None)
         if self._polled.get(key) == found:
             return
@@ -151,7 +151,7 @@ class HostRecorder:
 
     def begun(self, name: str, stream: Any = None) -> Call:
         """The host makes a call of ``torch.distributed`` that goes on beside it; ``stream``: on which, if on one."""
-        line = lines.known(lines.line_of(sys._getframe(1)))
+        line = lines.as_line(lines.user_line(sys._getframe(1)))
         place = self.notes.number_of(Place(None, line, call=f"torch.distributed's {name}"))
         return self.threads.begin(place, stream)
 

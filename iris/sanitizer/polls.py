@@ -46,6 +46,6 @@ class HostPolls:
             return
         if self._liveness.polls(changes):
             self._reported = True
-            place = Place(None, lines.known(line))
+            place = Place(None, lines.as_line(line))
             flag = describe_address(address) or f"address {address:#x}"
             self._notes.add(Waiting(None, "the host", "polls what nobody will change any more", place, flag))

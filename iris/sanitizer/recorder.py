@@ -100,7 +100,7 @@ class Recorder(HostRecorder):
         self.liveness.runs()
         self._launches[id(launch)] = next(self._numbers)
         self._launching[id(launch)] = threading.current_thread(), self.threads.current()
-        self._callers[id(launch)] = lines.line_of(sys._getframe(1))
+        self._callers[id(launch)] = lines.user_line(sys._getframe(1))
         if (call := self.threads.call()) is not None:
             self._calls[id(launch)] = call
         self.notes.add(Launched(self._launches[id(launch)], launch.dims, self.threads.current()))
@@ -223,7 +223,7 @@ class Recorder(HostRecorder):
         caller = wait.caller and Line(*wait.caller)
         if wait.place[0].startswith(IRIS):
             called = self._callers.get(id(launch))
-            caller = called and lines.known(called)
+            caller = called and lines.as_line(called)
         place = Place(launch.name, Line(*wait.place), caller)
         outside = self._is_outside(wait, place)
         self.notes.add(Waiting(launch.name, wait.programs, wait.what, place, wait.flag or "", outside))
@@ -239,7 +239,7 @@ class Recorder(HostRecorder):
 
     def out_of_step(self, text: str) -> None:
         """The host waits for other ranks, for what ``text`` says, and they wait for something else."""
-        place = Place(None, lines.known(lines.line_of(sys._getframe(1))))
+        place = Place(None, lines.as_line(lines.user_line(sys._getframe(1))))
         self.notes.add(Waiting(None, "the host", f"waits in {text}", place, ""))
 
     def fenced(self) -> None:
@@ -366,7 +366,7 @@ class Recorder(HostRecorder):
         if tasks.in_kernel() and (issued_at := tasks.current().operation) is not None:
             return issued_at[0]
         frame = sys._getframe(2)
-        return self._number(lines.line_of(frame), lines.kernel_line_of(frame) if tasks.in_kernel() else None)
+        return self._number(lines.user_line(frame), lines.kernel_line(frame) if tasks.in_kernel() else None)
 
     def _number(self, line: tuple[CodeType, int] | None, outermost: tuple[CodeType, int] | None) -> int:
         kernel, caller = None, None
@@ -376,7 +376,7 @@ class Recorder(HostRecorder):
                 caller = self._callers.get(id(tasks.current().launch))
             elif outermost is not None and line is not None and outermost[0] is not line[0]:
                 caller = outermost
-        return self.notes.number_of(Place(kernel, lines.known(line), caller and lines.known(caller)))
+        return self.notes.number_of(Place(kernel, lines.as_line(line), caller and lines.as_line(caller)))
 
 
 _KINDS = {RankOutOfRangeError: "rank", NotSymmetricError: "bounds", NotTheCallerError: "rank"}

@@ -29,7 +29,7 @@ def wait_of_host(frame: FrameType | None) -> Wait | None:
     pass whenever all three have come. Replacing `torch.Tensor.item` by a function whose result sees the comparison is
     no way out: torch.compile cannot trace that function with ``fullgraph=True``.
     """
-    while frame is not None and lines.owner(frame.f_code) == lines.OTHER:
+    while frame is not None and lines.owner(frame.f_code) == lines.INTERNAL:
         frame = frame.f_back
     comparison = None if frame is None else loops.comparison_at(frame.f_code.co_filename, frame.f_lineno)
     if frame is None or comparison is None:

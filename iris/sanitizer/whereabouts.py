@@ -82,4 +82,4 @@ def _line(stack: list[str]) -> tuple[Line, bool]:
         Line(found["file"], int(found["number"]), found["function"]) for found in map(_FRAME.match, stack) if found
     ]
     users = [line for line in frames if lines.owner_of(line.file) == lines.USER]
-    return (users or frames or [lines.known(None)])[-1], bool(users)
+    return (users or frames or [lines.as_line(None)])[-1], bool(users)

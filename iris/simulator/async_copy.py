@@ -1,6 +1,6 @@
-"""Copies from global to shared memory that a thread issues: cp.async on NVIDIA, loads to LDS on AMD.
+"""Asynchronous copies from global to shared memory by threads: cp.async on NVIDIA, loads to LDS on AMD.
 
-They are committed in groups; a wait names how many groups may be left (PTX ISA, cp.async.wait_group).
+They are committed in groups; a wait says how many groups may be left (PTX ISA, cp.async.wait_group).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from iris.simulator import mbarrier, tasks
 from iris.simulator.asynchronous import Destination, Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
 
-THREADS_OF_A_WARP = 32  # of NVIDIA's, where each thread of a program signals a barrier
+THREADS_OF_A_WARP = 32  # on NVIDIA, whose threads each arrive at an mbarrier
 
 
 def async_load(smem: SharedMemory, pointer: tl.tensor, mask: Any = None, *_: Any, **__: Any) -> None:

@@ -1,6 +1,6 @@
-"""Programs of a cluster that exchange numbers, as `iris.language.cluster` says.
+"""The all-reduce of `iris.language.cluster`, by which the programs of a thread block cluster exchange numbers.
 
-What they exchange is no memory that anything else could reach, so the sanitizer has nothing to look at.
+The numbers lie in no memory that anything else could reach, so nothing is reported to the sanitizer.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from iris.simulator import tasks
 
 @dataclass
 class Meeting:
-    """Of one cluster: two numbers of each program, and who has arrived."""
+    """The exchange of one cluster: two numbers of each program, and whether it has arrived."""
 
     programs: int
     numbers: np.ndarray = field(init=False)

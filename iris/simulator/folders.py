@@ -1,4 +1,4 @@
-"""Where the files of this library, its simulator, its sanitizer and Triton are: whose code a line of a stack is of."""
+"""The folders of Iris, its simulator, its sanitizer and Triton, by which reports tell whose code a stack frame runs."""
 
 import os
 from pathlib import Path
