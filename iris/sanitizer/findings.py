@@ -1,4 +1,7 @@
-"""What is wrong, said once each: kinds, sentences and places."""
+"""Words the reports: collects what the analysis has found, says each mistake once, and names its lines.
+
+The kinds, such as "race/missing-acquire", are those of docs/debugging.md.
+"""
 
 import json
 from bisect import bisect_right
@@ -13,8 +16,9 @@ from iris.sanitizer.events import PRIVATE, Diagnostic, Place, SharedRace, Spans,
 from iris.simulator.lines import Line
 from iris.world import names
 
-# Of a race that shows in several ways, the one that says most of its cause.
-TELLING = (
+# Between two lines there may be races of several kinds. The one that comes first here is reported: it says most of the
+# cause.
+PRIORITY = (
     "race/scope",
     "race/missing-release",
     "race/missing-acquire",
@@ -31,10 +35,11 @@ REMEDIES = {
     "race": "no release and acquire orders them",
     "race/missing-proxy-fence": "a copy by TMA, unlike a load, needs ctx.order_bulk_copies() before it",
 }
-FLAGGED = ("race/scope", "race/missing-release", "race/missing-acquire")
+# The kinds whose report names the flag.
+WITH_FLAG = ("race/scope", "race/missing-release", "race/missing-acquire")
 UNAWAITED = "nobody has waited for the call in between, as its wait() would"
 LOST = "both are atomic, but at a scope that does not hold both programs, as 'sys' would, so one may be lost"
-# Of a deadlock, so many waits are described in full for each place.
+# For each place of a deadlock, so many waits are described in full.
 MOST_AT_A_PLACE = 8
 
 
@@ -55,10 +60,10 @@ class Finding:
 
 
 def united(findings: list[Finding]) -> list[Finding]:
-    """Those of several launches: a mistake that shows at the same lines in some of them is said once."""
+    """The findings of several launches. A mistake that several of them have at the same lines is reported once."""
     known: dict[tuple, Finding] = {}
     for finding in findings:
-        # Which ranks are the example, and which of two accesses was seen first, differs from launch to launch.
+        # Not by the ranks of the example, nor by which access was seen first: these differ from launch to launch.
         lines = frozenset((what.partition(",")[0], line) for what, line in finding.places)
         same = known.setdefault((finding.kind, lines or finding.sentence), finding)
         if same is not finding:
@@ -72,6 +77,7 @@ def as_json(findings: list[Finding]) -> str:
 
 
 def where(place: Place) -> str:
+    """The line of ``place``, with its caller's, as a report shows it."""
     called = f", called by {line_text(place.caller)}" if place.caller else ""
     return line_text(place.line) + called
 
@@ -82,7 +88,7 @@ def line_text(line: Line) -> str:
 
 
 class _Example(NamedTuple):
-    """A race at the byte at ``offset`` of ``space``; ``flag``: by which the later side might know of the first."""
+    """A race at the byte at ``offset`` of ``space``. ``flag``: the one that would order the two sides."""
 
     sides: tuple[Side, Side]
     space: tuple[str, int]
@@ -93,7 +99,7 @@ class _Example(NamedTuple):
 
 @dataclass
 class _Race:
-    """All races between two lines in one tensor: how many of each kind, and the first of it."""
+    """All races between two lines in one tensor: how many of each kind, and the first of each as an example."""
 
     kinds: Counter = field(default_factory=Counter)
     examples: dict[str, _Example] = field(default_factory=dict)
@@ -101,7 +107,7 @@ class _Race:
 
 
 class Findings:
-    """Collects them; the same one is reported once."""
+    """Collects mistakes. The same one is reported once."""
 
     def __init__(self) -> None:
         self._races: dict[tuple, _Race] = {}
@@ -132,8 +138,8 @@ class Findings:
         remedy: str | None = None,
         flag: Carrier | None = None,
     ) -> None:
-        """``remedy``: what is said instead of what is said of the kind; ``flag``: by which the later might know."""
-        # Which of the two came first, on which ranks and in which element, is chance.
+        """``remedy``: a text in place of that of the kind. ``flag``: the one that would order the two sides."""
+        # Equal races differ, by chance, in which side came first, in their ranks and in their elements.
         begin, text, *_ = self._allocation(space, offset) or (None, None)
         key = frozenset((one.place, other.place)), space[0], text if space[0] == PRIVATE else begin
         race = self._races.setdefault(key, _Race())
@@ -159,7 +165,7 @@ class Findings:
         self._add(event.kind, (place,), rank, f"{who} {event.text}", places)
 
     def _add_asymmetric(self, rank: int, event: Diagnostic, place: Place) -> None:
-        """All ranks report it. Who has made no call that differs is where the ranks met."""
+        """All ranks report it. The place of a rank that made no differing call is where the ranks met."""
         at = dict(event.places)
         at.setdefault(rank, place.line)
         known = self._others.setdefault(("asymmetric",), Finding("asymmetric", event.text, []))
@@ -194,15 +200,15 @@ class Findings:
         known.ranks = sorted({*known.ranks, rank})
 
     def _race(self, race: _Race) -> Finding:
-        kind = min(race.kinds, key=TELLING.index)
+        kind = min(race.kinds, key=PRIORITY.index)
         (one, other), space, offset, remedy, flag = race.examples[kind]
         if kind == "race" and any(side.place.call for side in (one, other)):
             remedy = UNAWAITED
         remedy = remedy or REMEDIES[kind]
         places = [(f"{side.verb}, rank {side.rank}", where(side.place)) for side in (one, other)]
-        if kind in FLAGGED and flag is not None:
+        if kind in WITH_FLAG and flag is not None:
             remedy = remedy.format(flag=f"the flag between them, {self._memory(flag.space, flag.offset)},")
-            # Of each line, one rank is the example.
+            # One rank for each line, as an example.
             written = {where(each.place): each.rank for each in reversed(flag.writers)}
             places += [(f"writes the flag, rank {rank}", line) for line, rank in written.items()]
             places.append((f"reads the flag, rank {flag.reader.rank}", where(flag.reader.place)))
@@ -212,7 +218,7 @@ class Findings:
         return Finding(kind, text, places, race.kinds.total(), sorted(race.ranks))
 
     def _deadlock(self) -> list[Finding]:
-        # Where that is mended first, the others may go on.
+        # A wait for a flag outside of all tensors is a mistake of its own. Without it the others may go on.
         if not self._waiting or any(event.outside for _, event in self._waiting.values()):
             return []
         waits: list[str] = []
@@ -234,7 +240,7 @@ class Findings:
         return [Finding("deadlock", f"nobody can go on: {'; '.join(waits)}{more}", list(places), ranks=ranks)]
 
     def _allocation(self, space: tuple[str, int], offset: int) -> tuple[int, str, Place, bool] | None:
-        """Of the tensor there: where it begins, its text, the line that made it, and whether it was left undefined."""
+        """The tensor there: its begin, its text, the line that made it, and whether it was left undefined."""
         index = bisect_right(self._begins[space], offset) - 1
         if index < 0:
             return None
@@ -243,6 +249,7 @@ class Findings:
         return (begin, text, place, undefined) if offset < end else None
 
     def _memory(self, space: tuple[str, int], offset: int) -> str:
+        """The byte's tensor and element, in words."""
         name, rank = space
         allocation = self._allocation(space, offset)
         if name == PRIVATE:
