@@ -31,7 +31,7 @@ SharedMemory: TypeAlias = gl.shared_memory_descriptor
 
 
 class _OutOfRange(np.ndarray):
-    """What an index that is out of range gives. Only to access it is an error: a predicate may be off that guards it."""
+    """What an index out of range gives. Only an access is an error: a predicate may be off that guards it."""
 
     index: int | None = None
     count: int | None = None
