@@ -1,4 +1,4 @@
-"""The folders of Iris, its simulator, its sanitizer and Triton, by which reports tell whose code a stack frame runs."""
+"""The folders of Iris, its simulator, its sanitizer and Triton: reports look there for the owner of a line of code."""
 
 import os
 from pathlib import Path

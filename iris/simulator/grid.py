@@ -112,7 +112,7 @@ class Launch:
         self.name = name
         self.dims = dims
         self.live: set[Task] = set()
-        self.meetings: dict[int, Any] = {}  # of clusters, by number: `iris.simulator.cluster`
+        self.cluster_exchanges: dict[int, Any] = {}  # by the number of the cluster: `iris.simulator.cluster`
         columns, rows, layers = map(range, dims)
         indices: Iterable[tuple[int, int, int]] = itertools.product(columns, rows, layers)
         if chance is not None:
@@ -127,7 +127,8 @@ class Launch:
         self.progress()
 
     def run(self) -> None:
-        self._work(self._start_another())
+        """Run all programs, beginning on this thread; returns when the last one has ended, on whatever thread."""
+        self._work(self._pop_new_task())
         self._finished.acquire()
 
     def fail(self, error: BaseException) -> None:
@@ -135,6 +136,7 @@ class Launch:
         self._error = self._error or error
 
     def raise_error(self) -> None:
+        """Raise the error with which the launch has failed, if it has."""
         error, self._error = self._error, None  # its traceback holds this launch: no cycle is to keep both
         if error is not None:
             try:
@@ -143,6 +145,7 @@ class Launch:
                 del error
 
     def leave_if_failed(self) -> None:
+        """Leave the program that runs if its launch has failed."""
         if self._error is not None:
             raise _Unwound
 
@@ -160,6 +163,7 @@ class Launch:
             observer.recorder.forked(parent, len(bodies))
 
     def join(self, parent: Task) -> None:
+        """Wait until the partitions of ``parent`` have ended, if it has any."""
         if parent.children:
             parent.joining = True
             self._pass_on()
@@ -190,30 +194,16 @@ class Launch:
         """
         self._polls += 1
         self._polling_s += longest_s
-        starting = self._start_another()
-        if starting is not None:
-            self._begin_on_new_thread(starting, task)
-            self._park(task)
+        if self._begin_another(task):
             return
         if self._polls > len(self._parked):  # all others have polled in vain since anything changed
             self._wait_for_change(task)
-        if self._parked:
-            self._parked.append(task)
-            self._pass_on()
-            self._park(task)
+        self._resume_another(task)
 
     def take_turns_by_chance(self, task: Task) -> None:
         """In a random schedule, another program may begin or go on before ``task`` does."""
-        if chance is None or chance.random() >= SHARE_OF_TURNS:
-            return
-        starting = self._start_another()
-        if starting is not None:
-            self._begin_on_new_thread(starting, task)
-            self._park(task)
-        elif self._parked:
-            self._parked.append(task)
-            self._pass_on()
-            self._park(task)
+        if chance is not None and chance.random() < SHARE_OF_TURNS and not self._begin_another(task):
+            self._resume_another(task)
 
     def let_waiting_run(self, task: Task) -> None:
         """All parked tasks have a turn, and all partitions that have not begun. Programs that have not begun do not."""
@@ -226,10 +216,25 @@ class Launch:
             self._parked.popleft().gate.release()
             self._park(task)
 
+    def _begin_another(self, task: Task) -> bool:
+        """Park ``task`` while a task begins that has not, if there is one; returns whether there was."""
+        starting = self._pop_new_task()
+        if starting is not None:
+            self._begin_on_new_thread(starting, task)
+            self._park(task)
+        return starting is not None
+
+    def _resume_another(self, task: Task) -> None:
+        """Park ``task`` while another parked one goes on, if there is one."""
+        if self._parked:
+            self._parked.append(task)
+            self._pass_on()
+            self._park(task)
+
     # Tasks and threads ----------------------------------------------------------------------------------------------
 
-    def _start_another(self) -> Task | None:
-        """A task that has not begun, or None."""
+    def _pop_new_task(self) -> Task | None:
+        """A task that has not begun, partitions first; None if there is none, or if the launch has failed."""
         if self._error is not None:
             while self._partitions:
                 self._finish(self._partitions.popleft())
@@ -238,7 +243,7 @@ class Launch:
 
     def _pass_on(self) -> None:
         """Give the baton to a task that has not begun, or to the one that has been parked longest."""
-        starting = self._start_another()
+        starting = self._pop_new_task()
         if starting is not None:
             self._begin_on_new_thread(starting)
         elif self._parked:
@@ -267,7 +272,7 @@ class Launch:
         """Run tasks on this thread until none is left to begin, then pass the baton on for good."""
         while task is not None:
             self._execute(task)
-            task = self._start_another()
+            task = self._pop_new_task()
         self._pass_on()
 
     def _execute(self, task: Task) -> None:
@@ -305,7 +310,7 @@ class Launch:
                 self._parked.append(parent)
 
     def _park(self, task: Task) -> None:
-        """Wait until another thread gives ``task`` the baton. That is done after somebody else got it."""
+        """Stop this thread until another one opens the gate of ``task``. Before, give the baton to another task."""
         task.gate.acquire()
         tasks.running = task
         self.leave_if_failed()

@@ -72,7 +72,7 @@ class Launch(Protocol):
 
     name: str
     dims: tuple[int, int, int]
-    meetings: dict[int, Any]
+    cluster_exchanges: dict[int, Any]
 
     def leave_if_failed(self) -> None: ...
     def fork(self, parent: "Task", bodies: Sequence[Callable[[], None]], num_warps: Sequence[int]) -> None: ...
