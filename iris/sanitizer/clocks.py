@@ -208,8 +208,8 @@ class Thread:
 class Operation(Thread):
     """An asynchronous operation, such as a copy: it comes after its issue, and is unordered with what follows that.
 
-    All that it does is one epoch. Operations of a slot end one after the other, but none of them comes after another:
-    only who waits for one comes after those before it.
+    All that it does is one epoch. Operations of a slot end one after the other, but none of them comes after another.
+    Only a thread that waits for one comes after those before it, too.
     """
 
     def __init__(self, issuer: Thread, slot: int, tick: int) -> None:

@@ -19,29 +19,9 @@ import triton
 from iris.errors import NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from iris.heap import symmetric
 from iris.observer import READ, WRITE
-from iris.sanitizer import bounds, uninitialised, waits
+from iris.sanitizer import bounds, events, uninitialised, waits
 from iris.sanitizer.calls import Call
 from iris.sanitizer.deadlock import Liveness
-from iris.sanitizer.events import (
-    Accessed,
-    Awaited,
-    CtaSynced,
-    Diagnostic,
-    Fenced,
-    Finished,
-    Forked,
-    Issued,
-    Joined,
-    Launched,
-    MbarrierArrive,
-    MbarrierWait,
-    Place,
-    ProxyFenced,
-    SharedRace,
-    Synchronised,
-    Wait,
-    Waiting,
-)
 from iris.sanitizer.host import HostAccesses
 from iris.sanitizer.host_recorder import HostRecorder
 from iris.sanitizer.notes import Notes
@@ -74,7 +54,7 @@ class Recorder(HostRecorder):
         # Programs that have stored something since their threads last met in a barrier.
         self._stored_since_cta_sync: set[tuple[int, int]] = set()
         # What a program has found by a poll, so that polls that find the same again need no event.
-        self._polled: dict[tuple, tuple[int, bytes, Wait | None]] = {}
+        self._polled: dict[tuple, tuple[int, bytes, events.Wait | None]] = {}
         # Addresses, each with its launch, at which loops poll but no tensor is. They have been reported.
         self._strays: set[tuple[int, int]] = set()
         self.bounds = bounds.Bounds()
@@ -108,11 +88,11 @@ class Recorder(HostRecorder):
         self._callers[id(launch)] = lines.user_line(sys._getframe(1))
         if (call := self.threads.call()) is not None:
             self._calls[id(launch)] = call
-        self.notes.add(Launched(self._launches[id(launch)], launch.dims, self.threads.current()))
+        self.notes.add(events.Launched(self._launches[id(launch)], launch.dims, self.threads.current()))
 
     def finished(self, launch: Any) -> None:
         _, thread = self._launching.pop(id(launch))
-        self.notes.add(Finished(self._launches.pop(id(launch)), thread))
+        self.notes.add(events.Finished(self._launches.pop(id(launch)), thread))
         del self._callers[id(launch)]
         self._calls.pop(id(launch), None)
         numbers = set(self._launches.values())
@@ -165,7 +145,10 @@ class Recorder(HostRecorder):
         undefined = values is not None and uninitialised.seen_in(values)
         for spans in self._spaces.spans(pointers, size):
             self.bounds.check(self.diagnose, spans, kind, place)
-            self.notes.add(Accessed(*who, place, spans, kind, undefined, False, number, tasks.current().async_proxy))
+            async_proxy = tasks.current().async_proxy
+            self.notes.add(
+                events.Accessed(*who, place, spans, kind, undefined=undefined, number=number, async_proxy=async_proxy)
+            )
         if kind == WRITE:
             self._stored_since_cta_sync.add(who)
 
@@ -208,18 +191,29 @@ class Recorder(HostRecorder):
         elif changed:
             self.notes.count_change()
             self.liveness.changed()
-        whole_cta = message or _RELEASES_WHOLE_CTA or who not in self._stored_since_cta_sync
-        dropped = kind != READ and not compares and tasks.current().dropped
-        may_wait = acquires or not releases or compares
         undefined = kind != WRITE and uninitialised.seen_in(values)
-        before = int(values.flat[0]) if word else None
-        held = int(np.ravel(values if after is None else after)[0]) if word else None
-        order = (releases, acquires, scope, message, whole_cta)
-        look = (undefined, may_wait, before, held, wait)
-        write = (tasks.current().async_proxy, adds, dropped)
         for spans in self._spaces.spans(pointers, values.itemsize):
             self.bounds.check(self.diagnose, spans, kind, place)
-            event = Synchronised(number, who[0], who[1], place, spans, kind, *order, *look, *write)
+            event = events.Synchronised(
+                number,
+                *who,
+                place,
+                spans,
+                kind,
+                releases=releases,
+                acquires=acquires,
+                scope=scope,
+                message=message,
+                whole_cta=message or _RELEASES_WHOLE_CTA or who not in self._stored_since_cta_sync,
+                undefined=undefined,
+                may_wait=acquires or not releases or compares,
+                before=int(values.flat[0]) if word else None,
+                after=int(np.ravel(values if after is None else after)[0]) if word else None,
+                wait=wait,
+                async_proxy=tasks.current().async_proxy,
+                adds=adds,
+                dropped=kind != READ and not compares and tasks.current().dropped,
+            )
             self.notes.add(event)
 
     def failed(self, error: BaseException) -> None:
@@ -236,50 +230,50 @@ class Recorder(HostRecorder):
         if wait.place[0].startswith(IRIS):
             called = self._callers.get(id(launch))
             caller = called and lines.as_line(called)
-        place = Place(launch.name, Line(*wait.place), caller)
+        place = events.Place(launch.name, Line(*wait.place), caller)
         outside = self._is_outside(wait, place)
-        self.notes.add(Waiting(launch.name, wait.programs, wait.what, place, wait.flag or "", outside))
+        self.notes.add(events.Waiting(launch.name, wait.programs, wait.what, place, wait.flag or "", outside))
 
-    def _is_outside(self, wait: Any, place: Place) -> bool:
+    def _is_outside(self, wait: Any, place: events.Place) -> bool:
         """Whether these programs wait for a flag that is in no tensor. If it is in no heap either, report that here."""
         addresses = np.array(wait.addresses, dtype=np.int64)
         unknown = self.bounds.outside_of_tensors(self._spaces.private(addresses).tolist())
         if unknown:
             text = f"reads address {unknown[0]:#x}, where no tensor is"
-            self.notes.add(Diagnostic("bounds", text, self.notes.number_of(place), wait.programs))
+            self.notes.add(events.Diagnostic("bounds", text, self.notes.number_of(place), wait.programs))
         return bool(unknown) or any(map(self.bounds.is_outside, self._spaces.spans(addresses, 1)))
 
     def out_of_step(self, text: str) -> None:
         """The host waits for other ranks, for what ``text`` says, and they wait for something else."""
-        place = Place(None, lines.as_line(lines.user_line(sys._getframe(1))))
-        self.notes.add(Waiting(None, "the host", f"waits in {text}", place, ""))
+        place = events.Place(None, lines.as_line(lines.user_line(sys._getframe(1))))
+        self.notes.add(events.Waiting(None, "the host", f"waits in {text}", place, ""))
 
     def fenced(self) -> None:
         """A memory fence of the program that runs."""
         who = self._current_program()
         if who is not None:
-            self.notes.add(Fenced(*who))
+            self.notes.add(events.Fenced(*who))
 
     def proxy_fenced(self) -> None:
         """A proxy fence of the program that runs, before copies by TMA."""
         who = self._current_program()
         if who is not None:
-            self.notes.add(ProxyFenced(*who))
+            self.notes.add(events.ProxyFenced(*who))
 
     def cta_synced(self) -> None:
         """The threads of the program that runs meet in a barrier."""
         who = self._current_program()
         if who in self._stored_since_cta_sync:
             self._stored_since_cta_sync.discard(who)
-            self.notes.add(CtaSynced(*who))
+            self.notes.add(events.CtaSynced(*who))
 
     def forked(self, parent: Any, partitions: int) -> None:
         """So many partitions of a program begin, besides its default one."""
-        self._of_partitions(Forked, parent, partitions)
+        self._of_partitions(events.Forked, parent, partitions)
 
     def joined(self, parent: Any, partitions: int) -> None:
         """They have ended."""
-        self._of_partitions(Joined, parent, partitions)
+        self._of_partitions(events.Joined, parent, partitions)
 
     def _of_partitions(self, event: type, parent: Any, partitions: int) -> None:
         who = self._program_number(parent, 0)
@@ -294,13 +288,13 @@ class Recorder(HostRecorder):
         """
         who = self._current_program()
         if who is not None:
-            self.notes.add(MbarrierArrive(*who, self._mbarrier_key(address), ends))
+            self.notes.add(events.MbarrierArrive(*who, self._mbarrier_key(address), ends))
 
     def mbarrier_waited(self, address: int) -> None:
         """The program that runs has waited for the mbarrier there."""
         who = self._current_program()
         if who is not None:
-            self.notes.add(MbarrierWait(*who, self._mbarrier_key(address)))
+            self.notes.add(events.MbarrierWait(*who, self._mbarrier_key(address)))
 
     @staticmethod
     def _mbarrier_key(address: int) -> tuple:
@@ -313,7 +307,7 @@ class Recorder(HostRecorder):
             return operation
         launch, program = who
         number = -next(self._numbers)  # below 0, unlike those of programs
-        self.notes.add(Issued(launch, program, number, mbarrier))
+        self.notes.add(events.Issued(launch, program, number, mbarrier))
 
         def carry_out() -> None:
             task = tasks.current()
@@ -324,7 +318,7 @@ class Recorder(HostRecorder):
                 task.operation = before
             waiter = self._current_program()
             if mbarrier is None and waiter is not None:
-                self.notes.add(Awaited(*waiter, number))
+                self.notes.add(events.Awaited(*waiter, number))
 
         return carry_out
 
@@ -336,18 +330,18 @@ class Recorder(HostRecorder):
         self, kind: str, first: tuple[int | None, str, int], second: tuple[int | None, str, int], missing: str
     ) -> None:
         """A race in shared memory: see `iris.sanitizer.events.SharedRace`."""
-        self.notes.add(SharedRace(kind, tasks.current().text, first, second, missing))
+        self.notes.add(events.SharedRace(kind, tasks.current().text, first, second, missing))
 
     # Mistakes, and who and where ------------------------------------------------------------------------------------
 
     def diagnose(self, kind: str, text: str, place: int | None = None) -> None:
         """The program that runs, or the host, has made this mistake."""
-        self.notes.add(Diagnostic(kind, text, place, tasks.current().text if tasks.in_kernel() else ""))
+        self.notes.add(events.Diagnostic(kind, text, place, tasks.current().text if tasks.in_kernel() else ""))
 
     def asymmetric(self, text: str, calls: dict[int, tuple[str, int, str]]) -> None:
         """The ranks allocate differently. ``calls``: file, line and function of the first that differ, by rank."""
         self.notes.add(
-            Diagnostic("asymmetric", text, self._place(), "", tuple((r, Line(*c)) for r, c in calls.items()))
+            events.Diagnostic("asymmetric", text, self._place(), "", tuple((r, Line(*c)) for r, c in calls.items()))
         )
 
     def _current_program(self) -> tuple[int, int] | None:
@@ -389,7 +383,7 @@ class Recorder(HostRecorder):
                 caller = self._callers.get(id(tasks.current().launch))
             elif outermost is not None and line is not None and outermost[0] is not line[0]:
                 caller = outermost
-        return self.notes.number_of(Place(kernel, lines.as_line(line), caller and lines.as_line(caller)))
+        return self.notes.number_of(events.Place(kernel, lines.as_line(line), caller and lines.as_line(caller)))
 
 
 # The kinds of findings, by the type of an error that a program raises.
