@@ -154,10 +154,20 @@ class Semantic(TritonSemantic):
         pass
 
     def shared_gather(self, mem_desc: SharedMemory, indices: tl.tensor, axis: int) -> tl.tensor:
-        return make_tensor(np.take_along_axis(mem_desc.handle, indices.handle.data, axis), mem_desc.dtype)
+        index = _along(mem_desc, indices, axis)
+        values = mem_desc.handle[index].copy()
+        checker, task = tasks.shared_memory_checker()
+        if checker is not None and not _may_be_flag(task, mem_desc):
+            checker.reads(task, mem_desc.handle, index=index)
+        return make_tensor(values, mem_desc.dtype)
 
     def shared_scatter(self, mem_desc: SharedMemory, values: tl.tensor, indices: tl.tensor, axis: int) -> None:
-        np.put_along_axis(mem_desc.handle, indices.handle.data, values.handle.data, axis)
+        values, indices = self.broadcast_impl_value(values, indices)
+        index = _along(mem_desc, indices, axis)
+        checker, task = tasks.shared_memory_checker()
+        if checker is not None and not _may_be_flag(task, mem_desc):
+            checker.writes(task, mem_desc.handle, index=index)
+        mem_desc.handle[index] = values.handle.data
 
     def _view(self, mem_desc: SharedMemory, view: np.ndarray, layout: Any = None) -> SharedMemory:
         shape = list(view.shape)
@@ -227,6 +237,18 @@ def _used_flag(memory: SharedMemory, writes: bool) -> None:
                 observer.recorder.mbarrier_arrived(word, True)
             else:
                 observer.recorder.mbarrier_waited(word)
+
+
+def _along(memory: SharedMemory, indices: tl.tensor, axis: Any) -> tuple:
+    """The index, for numpy, of the elements that a gather or scatter accesses: ``[i, indices[i, j]]`` for axis 1."""
+    numbers, axis = indices.handle.data, integer(axis)
+    wrong = numbers[(numbers < 0) | (numbers >= memory.shape[axis])]
+    if wrong.size:
+        text = f"index {wrong[0]} of {memory.shape[axis]} in shared memory"
+        raise observer.mistake("bounds", KernelBoundsError(text))
+    index = list(np.indices(numbers.shape, sparse=True))
+    index[axis] = numbers
+    return tuple(index)
 
 
 def integer(value: Any) -> int:

@@ -201,30 +201,37 @@ class SharedMemoryChecker:
 
     # What is accessed -----------------------------------------------------------------------------------------------
 
-    def reads(self, task: Task, view: np.ndarray, verb: str = "reads", groups: Groups | None = None) -> None:
-        """``task`` reads ``view``. ``groups``: what signals the end of an asynchronous read, by the async proxy."""
+    def reads(
+        self, task: Task, view: np.ndarray, verb: str = "reads", groups: Groups | None = None, index: Any = ...
+    ) -> None:
+        """``task`` reads ``view[index]``. ``groups``: what signals the end of an asynchronous read (async proxy)."""
         shadow, access = self._shadow_of(view), self._access(task, verb)
-        self._check(task, shadow.part(shadow.last_write, view), access, by_async_proxy=groups is not None)
+        self._check(task, shadow.part(shadow.last_write, view)[index], access, by_async_proxy=groups is not None)
         if groups is not None:
             access = access._replace(component=groups, tick=groups.number)
-        shadow.part(shadow.last_reads[access.component], view)[...] = self._number(access)
+        shadow.part(shadow.last_reads[access.component], view)[index] = self._number(access)
 
     def writes(
-        self, task: Task, view: np.ndarray, verb: str = "writes", completion: np.ndarray | Groups | None = None
+        self,
+        task: Task,
+        view: np.ndarray,
+        verb: str = "writes",
+        completion: np.ndarray | Groups | None = None,
+        index: Any = ...,
     ) -> None:
-        """``task`` writes ``view``. ``completion``: the mbarrier or groups that signal the end, if asynchronous."""
+        """``task`` writes ``view[index]``. ``completion``: what signals the end of an asynchronous write."""
         shadow, access = self._shadow_of(view), self._access(task, verb)
         last_write = shadow.part(shadow.last_write, view)
-        self._check(task, last_write, access)
+        self._check(task, last_write[index], access)
         for reader, last_read in shadow.last_reads.items():
             if reader is not task:
-                self._check(task, shadow.part(last_read, view), access)
+                self._check(task, shadow.part(last_read, view)[index], access)
         if isinstance(completion, np.ndarray):
             address = completion.ctypes.data
             access = access._replace(component=address, tick=self._mbarriers[address].phases + 1)
         elif completion is not None:
             access = access._replace(component=completion, tick=completion.number)
-        last_write[...] = self._number(access)
+        last_write[index] = self._number(access)
 
     def _access(self, task: Task, verb: str) -> Access:
         place = _place() if observer.recorder is None else observer.recorder.place()
