@@ -110,7 +110,7 @@ class Analysis:
             pass
         if self._deadlocked:
             self._report_waiting()
-        return self._findings.sorted()
+        return self._findings.all()
 
     def lucky_looks(self) -> dict[Epoch, frozenset[Epoch]]:
         """See `flags`."""
@@ -197,7 +197,7 @@ class Analysis:
                 self._access(rank, event)
             case Allocated(spans, text, place, undefined, new):
                 # A kernel's argument is no new memory if a launch that still runs has it, too.
-                in_use = spans.space[0] == PRIVATE and rank.start_clocks and self._findings.knows(spans)
+                in_use = spans.space[0] == PRIVATE and rank.start_clocks and self._findings.has_allocation(spans)
                 self._findings.allocated(spans, text, rank.places[place], undefined)
                 if new and not in_use:
                     self._races.forget(spans)

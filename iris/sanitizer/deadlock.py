@@ -125,7 +125,7 @@ class Liveness:
         return int(self._ranks[:, 1].sum())
 
     def polls(self, changes: int) -> bool:
-        """The host of this rank has long polled in vain, at this sum of changes. Returns whether nobody can go on."""
+        """The host of this rank has long polled in vain, at this sum of changes. Is it a deadlock?"""
         self._mine[2:] = changes, _milliseconds()
         self._mine[0] = POLLS
         doing = self._ranks[:, 0]
@@ -144,9 +144,7 @@ class Liveness:
         self._mine[1] += 1
 
     def is_deadlocked(self, repeats: int) -> bool:
-        """All programs of this rank have polled in vain, each ``repeats`` times in a row. Returns whether it is a
-        deadlock.
-        """
+        """All programs of this rank have polled in vain, each ``repeats`` times in a row. Is it a deadlock?"""
         changes = self.changes()
         if changes != self._polled_at:
             self._polled_at, self._rounds, self._since = changes, 0, None

@@ -4,7 +4,7 @@ The kinds, such as "race/missing-acquire", are those of docs/debugging.md.
 """
 
 import json
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
@@ -97,6 +97,16 @@ class _Example(NamedTuple):
     flag: Carrier | None
 
 
+class _Allocation(NamedTuple):
+    """A tensor's memory, from offset ``begin`` to ``end`` of its space. ``text``: the tensor, in words."""
+
+    begin: int
+    end: int
+    text: str
+    place: Place
+    undefined: bool
+
+
 @dataclass
 class _Race:
     """All races between two lines in one tensor: how many of each kind, and the first of each as an example."""
@@ -113,20 +123,21 @@ class Findings:
         self._races: dict[tuple, _Race] = {}
         self._others: dict[tuple, Finding] = {}
         self._waiting: dict[tuple, tuple[int, Waiting]] = {}
-        # By space: where each allocation begins, and what it is.
+        # By space: the latest allocation at each offset, and these offsets in order.
+        self._allocated: dict[tuple[str, int], dict[int, _Allocation]] = defaultdict(dict)
         self._begins: dict[tuple[str, int], list[int]] = defaultdict(list)
-        self._allocated: dict[tuple[str, int], dict[int, tuple[int, str, Place, bool]]] = defaultdict(dict)
 
     def allocated(self, spans: Spans, text: str, place: Place, undefined: bool) -> None:
+        """There is a new tensor: reports name the memory by it."""
         begin, end = int(spans.begins[0]), int(spans.ends[0])
         if begin not in self._allocated[spans.space]:
-            self._begins[spans.space].insert(bisect_right(self._begins[spans.space], begin), begin)
-        self._allocated[spans.space][begin] = end, text, place, undefined
+            insort(self._begins[spans.space], begin)
+        self._allocated[spans.space][begin] = _Allocation(begin, end, text, place, undefined)
 
-    def knows(self, spans: Spans) -> bool:
+    def has_allocation(self, spans: Spans) -> bool:
         """Whether there is an allocation of just these bytes."""
         known = self._allocated[spans.space].get(int(spans.begins[0]))
-        return known is not None and known[0] == int(spans.ends[0])
+        return known is not None and known.end == int(spans.ends[0])
 
     def add_race(
         self,
@@ -140,20 +151,23 @@ class Findings:
     ) -> None:
         """``remedy``: a text in place of that of the kind. ``flag``: the one that would order the two sides."""
         # Equal races differ, by chance, in which side came first, in their ranks and in their elements.
-        begin, text, *_ = self._allocation(space, offset) or (None, None)
-        key = frozenset((one.place, other.place)), space[0], text if space[0] == PRIVATE else begin
+        tensor = self._allocation(space, offset)
+        # (Offsets of private memory are addresses, which differ by chance, too.)
+        which = None if tensor is None else tensor.text if space[0] == PRIVATE else tensor.begin
+        key = frozenset((one.place, other.place)), space[0], which
         race = self._races.setdefault(key, _Race())
         race.kinds[kind] += 1
         race.examples.setdefault(kind, _Example((one, other), space, offset, remedy, flag))
         race.ranks |= {one.rank, other.rank}
 
     def add_undefined(self, side: Side, space: tuple[str, int], offset: int) -> None:
-        allocation = self._allocation(space, offset)
-        if allocation is None or not allocation[3]:
+        """``side`` has read what nobody has written. It is a mistake if the tensor was allocated so."""
+        tensor = self._allocation(space, offset)
+        if tensor is None or not tensor.undefined:
             return
         sentence = f"{side} {side.verb} {self._memory(space, offset)}, which nobody has written"
-        places = [(f"{side.verb}, rank {side.rank}", where(side.place)), ("allocated", where(allocation[2]))]
-        self._add("uninitialised", (side.place, allocation[1]), side.rank, sentence, places)
+        places = [(f"{side.verb}, rank {side.rank}", where(side.place)), ("allocated", where(tensor.place))]
+        self._add("uninitialised", (side.place, tensor.text), side.rank, sentence, places)
 
     def add_diagnostic(self, rank: int, event: Diagnostic, place: Place | None) -> None:
         if event.kind == "asymmetric":
@@ -187,10 +201,12 @@ class Findings:
     def add_waiting(self, rank: int, event: Waiting) -> None:
         self._waiting[rank, event.place, event.flag] = rank, event
 
-    def sorted(self) -> list[Finding]:
-        return [*map(self._race, self._races.values()), *self._others.values(), *self._deadlock()]
+    def all(self) -> list[Finding]:
+        """Races first, and a deadlock last."""
+        return [*map(self._race_finding, self._races.values()), *self._others.values(), *self._deadlock_findings()]
 
     def _add(self, kind: str, key: tuple, rank: int, sentence: str, places: list[tuple[str, str]]) -> None:
+        """A mistake of this kind was seen. ``key``: what is equal for equal ones."""
         key = (kind, *key)
         if key in self._others:
             self._others[key].count += 1
@@ -199,7 +215,7 @@ class Findings:
         known = self._others[key]
         known.ranks = sorted({*known.ranks, rank})
 
-    def _race(self, race: _Race) -> Finding:
+    def _race_finding(self, race: _Race) -> Finding:
         kind = min(race.kinds, key=PRIORITY.index)
         (one, other), space, offset, remedy, flag = race.examples[kind]
         if kind == "race" and any(side.place.call for side in (one, other)):
@@ -217,7 +233,7 @@ class Findings:
         text += remedy.format(flag="the flag between them")
         return Finding(kind, text, places, race.kinds.total(), sorted(race.ranks))
 
-    def _deadlock(self) -> list[Finding]:
+    def _deadlock_findings(self) -> list[Finding]:
         # A wait for a flag outside of all tensors is a mistake of its own. Without it the others may go on.
         if not self._waiting or any(event.outside for _, event in self._waiting.values()):
             return []
@@ -239,25 +255,24 @@ class Findings:
         ranks = sorted({rank for rank, _ in self._waiting.values()})
         return [Finding("deadlock", f"nobody can go on: {'; '.join(waits)}{more}", list(places), ranks=ranks)]
 
-    def _allocation(self, space: tuple[str, int], offset: int) -> tuple[int, str, Place, bool] | None:
-        """The tensor there: its begin, its text, the line that made it, and whether it was left undefined."""
+    def _allocation(self, space: tuple[str, int], offset: int) -> _Allocation | None:
+        """The tensor that has this byte."""
         index = bisect_right(self._begins[space], offset) - 1
         if index < 0:
             return None
-        begin = self._begins[space][index]
-        end, text, place, undefined = self._allocated[space][begin]
-        return (begin, text, place, undefined) if offset < end else None
+        found = self._allocated[space][self._begins[space][index]]
+        return found if offset < found.end else None
 
     def _memory(self, space: tuple[str, int], offset: int) -> str:
         """The byte's tensor and element, in words."""
         name, rank = space
-        allocation = self._allocation(space, offset)
-        if name == PRIVATE:
-            if allocation is None:
+        tensor = self._allocation(space, offset)
+        if tensor is None:
+            if name == PRIVATE:
                 return f"memory of rank {rank} alone at {offset:#x}"
-            begin, text, *_ = allocation
-            return f"{text} on rank {rank}{element(text, offset - begin) or f' at byte {offset - begin}'}"
-        if allocation is None:
             return f"the library's memory on rank {rank} at offset {offset:#x}"
-        begin, text, *_ = allocation
-        return f"{text} on rank {rank}{element(text, offset - begin)} (offset {offset:#x} of the heap)"
+        byte = offset - tensor.begin
+        within = element(tensor.text, byte)
+        if name == PRIVATE:
+            return f"{tensor.text} on rank {rank}{within or f' at byte {byte}'}"
+        return f"{tensor.text} on rank {rank}{within} (offset {offset:#x} of the heap)"

@@ -43,8 +43,8 @@ class Recorder(HostRecorder):
     def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
         self.notes = Notes(folder, rank)
         self._spaces = Spaces(rank)
-        # Of launches that run, by their id: the number, the host's thread, the line, and the asynchronous call that
-        # has launched it, if one has.
+        # Launches that run, by their id: the number; the host's thread that launches, with its number; the line; and the
+        # asynchronous call that launches, if one does.
         self._launches: dict[int, int] = {}
         self._launching: dict[int, tuple[threading.Thread, int]] = {}
         self._callers: dict[int, lines.CodeLine | None] = {}
@@ -71,6 +71,7 @@ class Recorder(HostRecorder):
         self._at_exit = Finalize(None, self.close, exitpriority=20)
 
     def close(self) -> None:
+        """Record no more."""
         if self.notes.closed:
             return
         self._at_exit.cancel()
@@ -82,6 +83,7 @@ class Recorder(HostRecorder):
     # What the simulator does ----------------------------------------------------------------------------------------
 
     def launched(self, launch: Any) -> None:
+        """A launch begins. ``launch``: an `iris.simulator.grid.Launch`."""
         self.liveness.runs()
         self._launches[id(launch)] = next(self._numbers)
         self._launching[id(launch)] = threading.current_thread(), self.threads.current()
@@ -91,6 +93,7 @@ class Recorder(HostRecorder):
         self.notes.add(events.Launched(self._launches[id(launch)], launch.dims, self.threads.current()))
 
     def finished(self, launch: Any) -> None:
+        """It has ended: all of its programs have."""
         _, thread = self._launching.pop(id(launch))
         self.notes.add(events.Finished(self._launches.pop(id(launch)), thread))
         del self._callers[id(launch)]
@@ -102,9 +105,7 @@ class Recorder(HostRecorder):
         self.liveness.on_host()
 
     def is_deadlocked(self, repeats: int) -> bool:
-        """All programs of a launch have polled in vain, each ``repeats`` times in a row. Returns whether nobody can go
-        on.
-        """
+        """All programs of a launch have polled in vain, each ``repeats`` times in a row. Is it a deadlock?"""
         # Another thread of this process may still do what they wait for.
         if self.threads.may_help({thread for thread, _ in self._launching.values()}):
             return self.liveness.deadlock_found()
