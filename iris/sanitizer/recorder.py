@@ -43,8 +43,8 @@ class Recorder(HostRecorder):
     def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
         self.notes = Notes(folder, rank)
         self._spaces = Spaces(rank)
-        # Launches that run, by their id: the number; the host's thread that launches, with its number; the line; and the
-        # asynchronous call that launches, if one does.
+        # Launches that run, by their id: the number; the host's thread that launches, with its number; the line; and
+        # the asynchronous call that launches, if one does.
         self._launches: dict[int, int] = {}
         self._launching: dict[int, tuple[threading.Thread, int]] = {}
         self._callers: dict[int, lines.CodeLine | None] = {}
