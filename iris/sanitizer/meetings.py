@@ -96,46 +96,17 @@ class Meetings:
 
         ``given``: each argument of the operation's schema, with its value.
         """
-        group = next((g for argument, value in given if (g := _process_group(argument.name, value)) is not None), None)
-        ranks, here = () if group is None else _ranks_of(group), dist.get_rank()
-        name, operation = _name_of(group), operation_name(func).rstrip("_")
-        given_by_name = {argument.name: value for argument, value in given}
-        sources, receivers = rooted.data_sources(operation, given_by_name, ranks, here) if ranks else (None, 0)
-        sends = not (rooted.is_from_root(operation) and sources) and not operation.startswith("recv")
-        # The schemas of c10d do not say what is written, except by the arguments' names.
-        receives = func.namespace == "c10d" and operation not in ("send", "barrier")
-        outputs = [
-            value
-            for argument, value in given
-            if (argument.alias_info is not None and argument.alias_info.is_write)
-            or (receives and not argument.name.startswith("input"))
-        ]
-        text = f"{operation} of torch.distributed"
-        key: tuple | None = None
-        match operation:
-            case "send" if ranks:
-                # It need not wait until it is received.
-                meeting, key = _Meeting(outputs), self._next_key(name, (here, ranks[args[2]]), args[3])
-            case "recv" if ranks:
-                source = ranks[args[2]]
-                meeting = _Meeting(outputs, text, self._next_key(name, (source, here), args[3]), (source,))
-            case "recv_any_source" if ranks:
-                # Its source is known when it has come.
-                meeting = _Meeting(outputs, f"{text} from any rank", (name, ranks, args[2]), ())
-            case _ if ranks:
-                key = self._next_key(name, ranks)
-                meeting = _Meeting(outputs, text, key, sources or ranks, sources, receivers)
-            case _:
-                meeting = _Meeting(outputs)
-        if _is_asynchronous(func, operation, given_by_name):
+        operation = operation_name(func).rstrip("_")
+        meeting, entered, sends = self._meeting_of(func, operation, args, given)
+        if _is_asynchronous(func, operation, {argument.name: value for argument, value in given}):
             meeting.call = self._recorder.begun(operation.strip("_"))
         with meeting.carried_out():
             for argument, value in given:
                 if sends and not argument.name.startswith("output"):
                     # To move what nobody has written does no harm before it is used.
                     self._touch(value, READ, uses="reduce" in operation)
-            if key is not None:
-                self._recorder.collective_entered(key)
+            if entered is not None:
+                self._recorder.collective_entered(entered)
         if func.namespace != "c10d":
             # A functional collective. Another operation waits for it, but here it has ended when it returns.
             return self._wait(meeting, lambda: func(*args, **kwargs))
@@ -146,6 +117,41 @@ class Meetings:
         else:
             self._wait(meeting, lambda: None)
         return result
+
+    def _meeting_of(
+        self, func: Any, operation: str, args: tuple, given: list[tuple[Any, Any]]
+    ) -> tuple[_Meeting, tuple | None, bool]:
+        """The call; the key by which this rank enters or sends, if it does; and whether the call reads its tensors."""
+        group = next((g for argument, value in given if (g := _process_group(argument.name, value)) is not None), None)
+        name, ranks, here = _name_of(group), () if group is None else _ranks_of(group), dist.get_rank()
+        arguments = {argument.name: value for argument, value in given}
+        sources, receivers = rooted.data_sources(operation, arguments, ranks, here) if ranks else (None, 0)
+        sends = not (rooted.is_from_root(operation) and sources) and not operation.startswith("recv")
+        # The schemas of c10d do not say what is written, except by the arguments' names.
+        receives = func.namespace == "c10d" and operation not in ("send", "barrier")
+        outputs = [
+            value
+            for argument, value in given
+            if (argument.alias_info is not None and argument.alias_info.is_write)
+            or (receives and not argument.name.startswith("input"))
+        ]
+        text = f"{operation} of torch.distributed"
+        match operation:
+            case "send" if ranks:  # args: tensors, group, destination, tag
+                # It need not wait until it is received.
+                return _Meeting(outputs), self._next_key(name, (here, ranks[args[2]]), args[3]), sends
+            case "recv" if ranks:  # args: tensors, group, source, tag
+                source = ranks[args[2]]
+                key = self._next_key(name, (source, here), args[3])
+                return _Meeting(outputs, text, key, (source,)), None, sends
+            case "recv_any_source" if ranks:  # args: tensors, group, tag
+                # Its source is known when it has come.
+                return _Meeting(outputs, f"{text} from any rank", (name, ranks, args[2]), ()), None, sends
+            case _ if ranks:
+                key = self._next_key(name, ranks)
+                return _Meeting(outputs, text, key, sources or ranks, sources, receivers), key, sends
+            case _:
+                return _Meeting(outputs), None, sends
 
     def begin(self, handle: Any, call: Call) -> None:
         """``handle`` is that of a call of this library's."""
