@@ -124,7 +124,7 @@ class Liveness:
         """How often all ranks together have changed memory."""
         return int(self._ranks[:, 1].sum())
 
-    def polls(self, changes: int) -> bool:
+    def host_polls(self, changes: int) -> bool:
         """The host of this rank has long polled in vain, at this sum of changes. Is it a deadlock?"""
         self._mine[2:] = changes, _milliseconds()
         self._mine[0] = POLLS

@@ -78,19 +78,22 @@ class HostAccesses(ObservingMode):
             alias = argument.alias_info
             if alias is None or alias.is_write:
                 kind = READ if alias is None else WRITE if func in _OVERWRITE or argument.is_out else UPDATE
-                uses = _uses(func, args, kwargs, kind)
                 if kind == READ and self._recorder.may_be_flag(value):
                     flags.append(value)
-                elif args and value is args[0] and (func in indexed.READS or func in indexed.WRITES):
-                    if _is_seen(value):
-                        self._recorder.seen(value)
-                        where, size = indexed.addresses(func, args, kwargs), value.element_size()
-                        self._recorder.host_accessed(where, size, size if uses else 0, kind)
                 else:
-                    blank = func is _ZERO or (func is _FILL and args[1] == 0)
-                    self.touch(value, kind, uses, blank)
+                    self._touch_argument(func, args, kwargs, value, kind)
         with self._looking_at(flags):
             return self._renewed(func, func(*args, **kwargs))
+
+    def _touch_argument(self, func: Any, args: tuple, kwargs: dict, value: Any, kind: int) -> None:
+        """Record that ``func`` accesses one of its arguments; an operation with indices, only the elements of these."""
+        uses = _uses(func, args, kwargs, kind)
+        if not (args and value is args[0] and (func in indexed.READS or func in indexed.WRITES)):
+            self.touch(value, kind, uses, blank=func is _ZERO or (func is _FILL and args[1] == 0))
+        elif _is_recorded(value):
+            self._recorder.seen(value)
+            where, size = indexed.addresses(func, args, kwargs), value.element_size()
+            self._recorder.host_accessed(where, size, size if uses else 0, kind)
 
     @contextlib.contextmanager
     def _looking_at(self, flags: list[torch.Tensor]) -> Iterator[None]:
@@ -110,7 +113,7 @@ class HostAccesses(ObservingMode):
             values = result if isinstance(result, (list, tuple)) else [result]
             for returned, value in zip(results_of(func), values, strict=False):
                 if returned.alias_info is None:
-                    for tensor in filter(_is_seen, _tensors(value)):
+                    for tensor in filter(_is_recorded, _tensors(value)):
                         storage: Any = tensor.untyped_storage()
                         storage.iris_seen = True
                         self._recorder.renewed(storage.data_ptr(), storage.nbytes())
@@ -123,7 +126,7 @@ class HostAccesses(ObservingMode):
     def touch(self, value: Any, kind: int, uses: bool, blank: bool = False) -> None:
         """Record an access to all tensors in ``value``. ``uses``: the values count. ``blank``: it writes zeros."""
         for tensor in _tensors(value):
-            if _is_seen(tensor):
+            if _is_recorded(tensor):
                 self._recorder.seen(tensor)
                 self._recorder.used(tensor, "reads" if kind == READ else "writes")
                 self._recorder.host_accessed(*runs(tensor), tensor.element_size() if uses else 0, kind, blank)
@@ -190,7 +193,8 @@ def _given(func: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
         yield args[index] if index < len(args) else kwargs.get(argument.name)
 
 
-def _is_seen(tensor: torch.Tensor) -> bool:
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether accesses to this tensor are recorded."""
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() > 0
 
 

@@ -44,7 +44,7 @@ class HostPolls:
             return
         if self._threads.may_help({threading.current_thread()}):
             return
-        if self._liveness.polls(changes):
+        if self._liveness.host_polls(changes):
             self._reported = True
             place = Place(None, lines.as_line(line))
             flag = describe_address(address) or f"address {address:#x}"

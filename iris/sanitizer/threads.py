@@ -154,6 +154,7 @@ class Threads:
             self._meeting.discard(thread)
 
     def any_in_meeting(self) -> bool:
+        """Whether a thread waits for other ranks."""
         return bool(self._meeting)
 
     @contextlib.contextmanager
