@@ -66,16 +66,16 @@ class Races:
         """``thread`` has loaded or stored data at this line."""
         host = event.launch == 0
         small = int((event.spans.ends - event.spans.begins).sum()) <= FLAG_BYTES
-        flag = small and event.kind == WRITE
+        sets_flag = small and event.kind == WRITE
         # The host writes a word by a copy, which is never seen in part. So kernels may poll the word.
-        copied = "sys" if flag and host and not event.blank else ""
+        scope_of_copy = "sys" if sets_flag and host and not event.blank else ""
         access = Access(
             thread.slot,
             thread.tick,
             thread.rank,
             place,
             event.kind,
-            atomic=copied,
+            atomic=scope_of_copy,
             host=host,
             blank=event.blank,
             flag=small and not host,
@@ -92,18 +92,19 @@ class Races:
                 before = thread.clock
                 for number, _ in part.releases() if event.number is not None else ():
                     if number:
-                        thread.acquire(self._released[number], False, "sys")
+                        thread.acquire(self._released[number], is_acquire=False, scope="sys")
                 self._note_carrier(thread, before, access, part, event.spans)
             else:
                 sets = part.sets()
                 for number, offset in sets:
                     self._check_set(thread, access, number, offset, event.spans)
                 part.write(self._number(access._replace(before=writers[0][0], readers=sets[0][0])))
-            if flag:
-                # A later copy by the host comes after an earlier one, so it counts as a release. A program's store does
+            if sets_flag:
+                # Copies by the host are ordered, as those of a stream, so they count as releases. A program's stores do
                 # not.
-                self._replace_releases(part, {old: None for old, _ in part.releases()}, thread, host, "sys", True)
-        if flag:
+                before_it: dict[int, Released | None] = {old: None for old, _ in part.releases()}
+                self._replace_releases(part, before_it, thread, is_release=host, scope="sys", whole_cta=True)
+        if sets_flag:
             thread.advance()
 
     def synchronised(self, thread: Thread, place: Place, event: Synchronised) -> None:
