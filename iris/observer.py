@@ -1,6 +1,6 @@
-"""Whoever watches what this process does: nobody, or the sanitizer.
+"""The interface by which the sanitizer is told what a process does: `recorder`, which is None while nobody records.
 
-The heap, the groups of ranks and the simulator tell here what they do, and know nothing of who listens. This module
+The heap, the groups of ranks and the simulator report here what they do, and know nothing of the sanitizer. This module
 imports nothing of Iris.
 """
 
@@ -16,11 +16,11 @@ READ, WRITE, UPDATE = 1, 2, 3
 """What an operation does to memory; an update is both."""
 
 GAP = 4096
-"""Bytes after each allocation that belong to nobody, while somebody watches."""
+"""Bytes between allocations that belong to nobody, while the sanitizer records."""
 
 
 class Observer(Protocol):
-    """What one is told. The sanitizer's is `iris.sanitizer.recorder.Recorder`, which says more of each."""
+    """What can be reported. `iris.sanitizer.recorder.Recorder` implements it, and describes each method."""
 
     def close(self) -> None: ...
 
@@ -42,19 +42,19 @@ class Observer(Protocol):
     def promised(self, handle: Any, future: Any) -> None: ...
 
     # By launches in the simulator: their arguments, programs and partitions, and how they end.
-    def given(self, name: str, tensor: Any) -> None: ...
+    def kernel_argument(self, name: str, tensor: Any) -> None: ...
     def launched(self, launch: Any) -> None: ...
     def finished(self, launch: Any) -> None: ...
     def forked(self, parent: Any, partitions: int) -> None: ...
     def joined(self, parent: Any, partitions: int) -> None: ...
     def failed(self, error: BaseException) -> None: ...
     def waits(self, launch: Any, wait: Any) -> None: ...
-    def is_over(self, repeats: int) -> bool: ...
+    def is_deadlocked(self, repeats: int) -> bool: ...
 
     # By operations in the simulator.
     def place(self) -> int: ...
-    def reaches(self, pointers: np.ndarray, kind: int) -> None: ...
-    def polls(self, pointers: np.ndarray) -> bool: ...
+    def check_mapped(self, pointers: np.ndarray, kind: int) -> None: ...
+    def spins_on(self, pointers: np.ndarray) -> bool: ...
     def numbered(self) -> contextlib.AbstractContextManager[int]: ...
     def accessed(
         self, pointers: np.ndarray, size: int, kind: int, values: np.ndarray | None = None, number: int | None = None
@@ -74,7 +74,7 @@ class Observer(Protocol):
         adds: bool = False,
     ) -> None: ...
     def changed(self) -> None: ...
-    def gathered(self) -> None: ...
+    def cta_synced(self) -> None: ...
     def fenced(self) -> None: ...
     def proxy_fenced(self) -> None: ...
     def mbarrier_arrived(self, address: int, ends: bool) -> None: ...
@@ -86,7 +86,7 @@ class Observer(Protocol):
 
 
 recorder: Observer | None = None
-"""Takes down what this process does; None while nobody wants to know."""
+"""Records what this process does; None while nobody records."""
 
 
 on_join: list[Callable[[Any], None]] = []
@@ -118,10 +118,11 @@ def mistake(kind: str, error: Error) -> Error:
 
 
 def from_here(operation: Callable[[], None], mbarrier: int | None = None) -> Callable[[], None]:
-    """``operation``, which will be carried out later, noted as the doing of the line that is being done now.
+    """``operation``, an asynchronous one that is issued now and carried out later, with its accesses recorded as such.
 
-    It comes after what has been done here by now, and in no order with what is done next. Who carries it out has
-    waited for it; or, if it signals its end by the ``mbarrier`` at that address, who waits for that.
+    They count as done in the line that is being done now. They come after what was done before, and are unordered with
+    what is done next. Whoever calls the result has waited for the operation. But if the operation signals its end by
+    the ``mbarrier`` at that address, whoever waits for that has.
     """
     return operation if recorder is None else recorder.from_here(operation, mbarrier)
 
@@ -129,9 +130,10 @@ def from_here(operation: Callable[[], None], mbarrier: int | None = None) -> Cal
 def beside(
     call: str, stream: Any, operation: Callable[..., Any], in_thread: bool
 ) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    """``operation``, which carries out a call that goes on beside the host, and how to sign the handle of the call.
+    """For an asynchronous call: ``operation``, which carries it out, with its accesses recorded as the call's; and a
+    function that marks the call's handle, and returns it.
 
-    ``stream``: that on which it follows the calls before it. ``in_thread``: it is carried out in a thread of its own.
+    ``stream``: the one on which it comes after earlier calls. ``in_thread``: ``operation`` runs in a thread of its own.
     """
     if recorder is None:
         return operation, lambda handle: handle
@@ -139,12 +141,12 @@ def beside(
 
 
 def ended(handle: Any) -> None:
-    """The current thread knows that the call is over of which ``handle`` is, if it is of one."""
+    """The current thread has learned that the asynchronous call of this handle is over."""
     if recorder is not None:
         recorder.ended(handle)
 
 
 def promised(handle: Any, future: Any) -> None:
-    """Who waits for ``future`` knows that the call is over of which ``handle`` is."""
+    """``future`` completes with the asynchronous call of this handle."""
     if recorder is not None:
         recorder.promised(handle, future)

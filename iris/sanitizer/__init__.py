@@ -1,14 +1,25 @@
-"""Finds what one-sided programs do wrong: the simulator sees every access of every rank.
+"""A race detector for one-sided programs, which also finds deadlocks, wrong accesses and uninitialised reads.
 
-Each rank takes down what it does (`recorder`, and `host` for what it does with torch) in a file (`notes`). Afterwards,
-`analysis` goes through the notes of all ranks in an order in which they could have been made, with a vector clock for
-each program (`clocks`); for each byte there is who wrote and read it last (`shadow`). What no release and acquire has
-put in order is a data race (`races`), whichever came first this time, and whatever more of its flag a wait has seen
-than it asks for (`waits`).
-What shows at once is noted where it happens: accesses outside of allocations (`bounds`), and programs of which none can
-go on (`deadlock`).
+It works on what the simulator sees: every access of every rank. There are two halves.
 
-``python -m iris check`` runs a program with ``IRIS_SANITIZE=1``, and reports (`check`).
+**While a program runs**, each rank records what it does as events (`events`), in a file (`notes`).
+
+* `recorder` records what kernels do: the simulator calls it, through `iris.observer`.
+* `host_recorder` records what the host does. It learns that from a torch dispatch mode (`host`, `meetings`), and from
+  functions that replace those of Python's threads and locks (`threads`, `interceptors`, `locks`).
+* Mistakes that show at once are found here: accesses outside of allocations (`bounds`), and deadlocks (`deadlock`).
+
+**Afterwards**, `analysis` goes through the events of all ranks.
+
+* It gives each program and each thread of a host a vector clock (`clocks`), and joins the clocks as releases and
+  acquires ask for.
+* `races` compares each access with those that shadow memory (`shadow`) has of the same bytes. Two accesses of which
+  neither happens before the other are a data race, whichever came first in this run.
+* A wait may see more of its flag than it asks for. What that would order by luck alone, orders nothing (`flags`).
+* `findings` words the reports.
+
+``python -m iris check`` runs a program with ``IRIS_SANITIZE=1`` and reports (`check`). A program that is run with
+``IRIS_SANITIZE=1`` otherwise reports when it ends (`at_exit`).
 """
 
 import contextlib
@@ -30,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def start(folder: Path, rank: int, num_ranks: int) -> None:
-    """Take down what this process does from here on, as ``rank``, in a folder that all ranks share."""
+    """Record what this process does from here on, as ``rank``, in a folder that all ranks share."""
     from iris.sanitizer import whereabouts
     from iris.sanitizer.recorder import Recorder
 
@@ -41,7 +52,7 @@ def start(folder: Path, rank: int, num_ranks: int) -> None:
 
 @contextlib.contextmanager
 def recording(folder: Path, rank: int, num_ranks: int) -> Iterator[None]:
-    """While this lasts, take down what this process does, as ``rank``, in a folder that all ranks share."""
+    """While this lasts, record what this process does, as ``rank``, in a folder that all ranks share."""
     start(folder, rank, num_ranks)
     try:
         yield
@@ -52,9 +63,9 @@ def recording(folder: Path, rank: int, num_ranks: int) -> Iterator[None]:
 
 
 def start_if_wanted(group: "Group") -> None:
-    """`start`, in a process that ``IRIS_SANITIZE=1`` wants to know everything of. Collective over the world.
+    """`start`, if ``IRIS_SANITIZE=1``. Collective over the world.
 
-    Who has not said where the notes belong, as ``python -m iris check`` does, is shown at the end what was found.
+    ``python -m iris check`` names a folder for the notes. Without one, the program itself reports when it ends.
     """
     if not switched_on(VARIABLE) or observer.recorder is not None:
         return
@@ -76,11 +87,11 @@ def start_if_wanted(group: "Group") -> None:
 
 
 def prepare_process() -> None:
-    """What a process that the environment wants to be watched does from its beginning on."""
+    """What has to be done at the beginning of a process that the environment wants to be recorded."""
     if switched_on(VARIABLE):
         locks.replace()
     if FOLDER_VARIABLE in os.environ:
-        # `check` asks where this process is, if it does not end: also one that has no context yet, or is a fork.
+        # `check` asks a process that does not end where it is. That may be a fork, or one without a context yet.
         inspection.listen()
         os.register_at_fork(after_in_child=inspection.listen)
 

@@ -1,4 +1,4 @@
-"""An access that the analysis has met, and what a finding says of one."""
+"""An access as `races` keeps it, and as a finding shows it."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,31 @@ VERBS = {READ: "reads", WRITE: "writes", UPDATE: "updates"}
 
 
 class Access(NamedTuple):
-    """What the shadow's numbers stand for.
+    """An access that shadow memory holds, by its number.
 
-    ``atomic``: at which scope it is, or nothing. ``blank``: the host's zeros. ``flag``: a kernel's access to so few
-    bytes that they may be meant as one. ``before``: the write that this one wrote over; of a read, the first one by the
-    same program of what was there then. ``readers``: of a write, the set of those who had read what it wrote over.
-    ``stale``: the program's last wait brought nothing new. ``async_proxy``: by TMA. ``program``: which one, in words.
+    Attributes
+    ----------
+    thread_slot, tick
+        Its epoch (`clocks`).
+    kind
+        READ, WRITE or UPDATE of `iris.observer`.
+    atomic
+        The scope of an atomic operation; "" for others.
+    host, blank
+        Whether the host did it; whether it wrote zeros.
+    flag
+        Whether a kernel did it, to so few bytes that they may be meant as a flag.
+    before
+        Of a write: the number of the write before it. Of a read: the number of the same thread's first read since the
+        last write.
+    readers
+        Of a write: the number of the set of accesses that had read what it replaced.
+    stale
+        Whether the thread's last acquire had brought nothing new.
+    async_proxy
+        Whether it went through the async proxy (TMA).
+    program
+        Which program, in words.
     """
 
     thread_slot: int
@@ -34,6 +53,7 @@ class Access(NamedTuple):
 
 
 def who_is(place: Place | None, rank: int, program: str) -> str:
+    """Who did something at ``place``, in words: a kernel, the host, or a call that goes on beside it."""
     if place is not None and place.call is not None:
         return f"{place.call} of rank {rank}"
     if place is None or place.kernel is None:
@@ -42,7 +62,7 @@ def who_is(place: Place | None, rank: int, program: str) -> str:
 
 
 class Side(NamedTuple):
-    """One of the accesses of a finding. ``program``: which of its kernel's, in words; nothing for the host."""
+    """One of the two accesses of a finding. ``program``: which program, in words; "" for the host."""
 
     rank: int
     verb: str
@@ -58,7 +78,7 @@ class Side(NamedTuple):
 
 
 class Carrier(NamedTuple):
-    """The word at ``offset`` of ``space``, at which ``reader`` has looked when ``writers`` had written it."""
+    """A flag, the word at ``offset`` of ``space``: ``reader`` has read there what ``writers`` had written."""
 
     space: tuple[str, int]
     offset: int

@@ -1,12 +1,14 @@
-"""From the notes of all ranks to what is wrong.
+"""From the notes of all ranks, the findings: goes through all events once, in an order in which they could have been.
 
-The notes are gone through in an order in which they could have been made: each rank's as they stand, what orders ranks
-by its number, and after a meeting of hosts only when all have come to it. So a release is seen before what acquires
-it. Accesses to data have no numbers and need none: whether two of them are ordered does not depend on which of them is
-looked at first: `Races` compares them.
+1. Events of one rank keep their order.
+2. What orders ranks (atomic operations and the like) comes by its ``number``. So a release comes before its acquire.
+3. The end of a collective comes after all of its ranks have entered.
 
-What is followed here is who knows of whom: each program and each host is a `Thread` with its clock, which goes on at
-launches, meetings, fences and the mbarriers of partitions.
+Plain accesses have no numbers, and need none: whether two of them are ordered does not depend on which one is seen
+first. `Races` compares them.
+
+Each program, partition, asynchronous operation and thread of a host is a `Thread` with a vector clock (`clocks`). Here
+the clocks are joined as launches, collectives, fences, mbarriers and locks ask for; `Races` joins them for flags.
 """
 
 import itertools
@@ -18,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from iris.sanitizer import clocks
-from iris.sanitizer.clocks import Operation, Thread
-from iris.sanitizer.deadlock import Onlooker
+from iris.sanitizer.clocks import Epoch, Operation, Thread
+from iris.sanitizer.deadlock import DeadlockMonitor
 from iris.sanitizer.events import (
     PRIVATE,
     Accessed,
@@ -28,11 +30,11 @@ from iris.sanitizer.events import (
     Awaiting,
     CollectiveDone,
     CollectiveEnter,
+    CtaSynced,
     Diagnostic,
     Fenced,
     Finished,
     Forked,
-    Gathered,
     HostAcquire,
     HostRelease,
     Issued,
@@ -49,12 +51,12 @@ from iris.sanitizer.events import (
     Waiting,
 )
 from iris.sanitizer.findings import Finding, Findings
-from iris.sanitizer.flags import Moment, Verdicts
+from iris.sanitizer.flags import Guarantees
 from iris.sanitizer.notes import notes_in
 from iris.sanitizer.races import Races
 
-# The notes are gone through so often at most: what is not known by luck any more may show more that is.
-TIMES = 4
+# Passes over the notes, at most. A pass without the edges that were luck (`flags`) may find further ones.
+MOST_PASSES = 4
 
 
 class Rank:
@@ -63,56 +65,64 @@ class Rank:
     def __init__(self, number: int, events: Iterator[Any]) -> None:
         self.number, self.events = number, events
         self.places: dict[int, Place] = {}
+        # The event that it has come to, if that waits for its turn among those of other ranks.
         self.next: Any = None
-        self.over = False
+        self.ended = False
+        # The collective for which its host waits.
         self.awaiting: Awaiting | None = None
+        # By launch: its programs, the clock with which they begin, and its event.
         self.programs: dict[int, dict[int, Thread]] = defaultdict(dict)
-        self.bases: dict[int, Any] = {}
+        self.start_clocks: dict[int, Any] = {}
         self.launches: dict[int, Launched] = {}
-        # By launch: the latest operation of each slot; and of each program, which kinds of them it has issued.
+        # By launch: the latest asynchronous operation of each slot; and by program, a number for each `Issued.key`.
         self.operations: dict[int, dict[int, Operation]] = defaultdict(dict)
         self.kinds: dict[int, dict[int, dict[int | None, int]]] = defaultdict(lambda: defaultdict(dict))
 
 
 class Analysis:
-    """Goes through the notes once. ``over``: they end where nobody could go on any more."""
+    """One pass over the notes.
+
+    ``notes``: the events of each rank. ``deadlocked``: they end where nobody could go on any more. ``guarantees``: what
+    earlier passes have found.
+    """
 
     def __init__(
-        self, notes: Mapping[int, Iterable[Any]], over: bool = False, verdicts: Verdicts | None = None
+        self, notes: Mapping[int, Iterable[Any]], deadlocked: bool = False, guarantees: Guarantees | None = None
     ) -> None:
-        self._over = over
+        self._deadlocked = deadlocked
         self._ranks = {number: Rank(number, iter(events)) for number, events in sorted(notes.items())}
+        # The clocks' slots, each with the last tick that was used there.
         self._slots: dict[tuple[int, int, int], int] = {}
         self._ticks: dict[int, int] = defaultdict(int)
-        # What the hosts knew that have entered a collective, or sent a message; and how many are done with it.
+        # By collective or message: the clocks with which hosts have entered or sent; and how many ranks are done.
         self._entered: dict[tuple, dict[int, np.ndarray]] = defaultdict(dict)
         self._done: dict[tuple, int] = defaultdict(int)
-        # What the host's threads have released into each thing, and arrivals into each mbarrier; of the arrivals,
-        # what those have whose phases are over.
+        # What was released into each lock, event, queue and the like of a host, and by arrivals into each mbarrier. Of
+        # mbarriers, also what was when their latest phase ended: that is what a wait acquires.
         self._released: dict[tuple, np.ndarray] = defaultdict(clocks.empty)
-        self._over_phases: dict[tuple, np.ndarray] = defaultdict(clocks.empty)
+        self._finished_phases: dict[tuple, np.ndarray] = defaultdict(clocks.empty)
         self._findings = Findings()
-        self._races = Races(self._findings, verdicts or Verdicts())
+        self._races = Races(self._findings, guarantees or Guarantees())
         self._hosts: dict[tuple[int, int], Thread] = {}
 
     def run(self) -> list[Finding]:
         while self._step():
             pass
-        if self._over:
+        if self._deadlocked:
             self._report_waiting()
-        return self._findings.sorted()
+        return self._findings.all()
 
-    def luck(self) -> dict[Moment, frozenset[Moment]]:
-        """Looks at flags that have seen what they may not count on, see `flags`."""
-        return self._races.luck()
+    def lucky_looks(self) -> dict[Epoch, frozenset[Epoch]]:
+        """See `flags`."""
+        return self._races.lucky_looks()
 
     def _step(self) -> bool:
         """Go on to the next event that orders ranks, and past it; False at the end of all notes."""
         for rank in self._ranks.values():
-            if rank.next is None and not rank.over:
+            if rank.next is None and not rank.ended:
                 self._advance(rank)
         waiting = [rank for rank in self._ranks.values() if isinstance(rank.next, CollectiveDone)]
-        # Those who need not wait come first: what they do next may have a smaller number than anything else.
+        # Ranks whose collective is complete come first: their next event may have a smaller number than all others.
         ready = [rank for rank in waiting if self._entered[rank.next.key].keys() >= set(rank.next.ranks)]
         numbered = [rank for rank in self._ranks.values() if isinstance(rank.next, (Accessed, Synchronised))]
         if numbered and not ready:
@@ -120,7 +130,7 @@ class Analysis:
             event, rank.next = rank.next, None
             self._access(rank, event)
             return True
-        # If the notes of a rank end before, as it was ended, the others go on without it.
+        # If none is ready, a rank was killed before it entered, and the others go on without it.
         for rank in ready or waiting:
             self._finish_collective(rank)
         return bool(waiting)
@@ -129,8 +139,8 @@ class Analysis:
         done, rank.next, rank.awaiting = rank.next, None, None
         host = self._host(rank, done.thread)
         for number in done.ranks:
-            # If the notes of a rank end before, it has not come.
-            host.learn(self._entered[done.key].get(number, host.clock))
+            # If the rank was killed before it entered, it adds nothing.
+            host.join(self._entered[done.key].get(number, host.clock))
         host.advance()
         self._done[done.key] += 1
         if self._done[done.key] == done.receivers:
@@ -147,23 +157,24 @@ class Analysis:
                     self._findings.add_waiting(rank.number, waiting)
 
     def _advance(self, rank: Rank) -> None:
+        """Apply the rank's events up to the next one that has to wait for its turn."""
         for event in rank.events:
             if isinstance(event, (Synchronised, CollectiveDone)) or (
                 isinstance(event, Accessed) and event.number is not None
             ):
                 rank.next = event
                 return
-            self._take(rank, event)
-        rank.over = True
+            self._apply(rank, event)
+        rank.ended = True
 
     def _access(self, rank: Rank, event: Accessed | Synchronised) -> None:
-        thread, place = self._who(rank, event.launch, event.program), rank.places[event.place]
+        thread, place = self._thread(rank, event.launch, event.program), rank.places[event.place]
         if isinstance(event, Synchronised):
             self._races.synchronised(thread, place, event)
         else:
             self._races.accessed(thread, place, event)
 
-    def _take(self, rank: Rank, event: Any) -> None:
+    def _apply(self, rank: Rank, event: Any) -> None:
         match event:
             case Known(number, place):
                 rank.places[number] = place
@@ -177,7 +188,7 @@ class Analysis:
                 self._released[rank.number, key] = clocks.joined(self._released[rank.number, key], host.clock)
                 host.advance()
             case HostAcquire(number, key):
-                self._host(rank, number).learn(self._released[rank.number, key])
+                self._host(rank, number).join(self._released[rank.number, key])
             case Renewed(spans):
                 self._races.forget(spans)
             case Awaiting():
@@ -185,90 +196,91 @@ class Analysis:
             case Accessed():
                 self._access(rank, event)
             case Allocated(spans, text, place, undefined, new):
-                # An argument may have been given to a launch, too, that still runs.
-                in_use = spans.space[0] == PRIVATE and rank.bases and self._findings.knows(spans)
+                # A kernel's argument is no new memory if a launch that still runs has it, too.
+                in_use = spans.space[0] == PRIVATE and rank.start_clocks and self._findings.has_allocation(spans)
                 self._findings.allocated(spans, text, rank.places[place], undefined)
                 if new and not in_use:
                     self._races.forget(spans)
             case Launched(launch, _, number):
                 host = self._host(rank, number)
                 rank.launches[launch] = event
-                rank.bases[launch] = clocks.fenced(host.clock)
+                rank.start_clocks[launch] = clocks.after_proxy_fence(host.clock)
                 host.advance()
             case Finished(launch, number):
                 host = self._host(rank, number)
-                # What has been issued and not awaited is over, too.
+                # Asynchronous operations for which no program has waited have ended, too.
                 threads = [*rank.programs.pop(launch, {}).values(), *rank.operations.pop(launch, {}).values()]
                 for thread in threads:
-                    host.learn(thread.knowledge())
+                    host.join(thread.end_clock())
                     self._ticks[thread.slot] = max(self._ticks[thread.slot], thread.tick)
-                rank.bases.pop(launch, None)
+                rank.start_clocks.pop(launch, None)
                 rank.launches.pop(launch, None)
                 rank.kinds.pop(launch, None)
                 host.advance()
-            case Gathered(launch, program):
-                self._who(rank, launch, program).gather()
+            case CtaSynced(launch, program):
+                self._thread(rank, launch, program).cta_sync()
             case Forked(launch, program, partitions):
-                parent = self._who(rank, launch, program)
+                parent = self._thread(rank, launch, program)
                 for partition in partitions:
-                    self._who(rank, launch, partition).learn(parent.clock)
+                    self._thread(rank, launch, partition).join(parent.clock)
                 parent.advance()
             case Joined(launch, program, partitions):
                 for partition in partitions:
-                    child = self._who(rank, launch, partition)
-                    self._who(rank, launch, program).learn(child.clock)
+                    child = self._thread(rank, launch, partition)
+                    self._thread(rank, launch, program).join(child.clock)
                     child.advance()
             case Issued(launch, program, operation, key):
-                rank.programs[launch][operation] = self._operation(rank, launch, program, key)
+                rank.programs[launch][operation] = self._new_operation(rank, launch, program, key)
             case Awaited(launch, program, operation):
-                over = rank.programs[launch].pop(operation)
-                self._who(rank, launch, program).learn(over.knowledge())
+                ended = rank.programs[launch].pop(operation)
+                self._thread(rank, launch, program).join(ended.end_clock())
             case SharedRace():
                 places = [rank.places[place] for _, _, place in (event.first, event.second)]
                 self._findings.add_shared_race(rank.number, event, *places)
             case MbarrierArrive(launch, program, key, ends):
-                thread, key = self._who(rank, launch, program), (rank.number, launch, *key)
-                self._released[key] = clocks.joined(self._released[key], thread.knowledge())
+                thread, key = self._thread(rank, launch, program), (rank.number, launch, *key)
+                self._released[key] = clocks.joined(self._released[key], thread.end_clock())
                 thread.advance()
                 if program < 0:
                     del rank.programs[launch][program]
                 if ends:
-                    self._over_phases[key] = self._released[key]
+                    self._finished_phases[key] = self._released[key]
             case MbarrierWait(launch, program, key):
-                self._who(rank, launch, program).learn(self._over_phases[(rank.number, launch) + key])
+                self._thread(rank, launch, program).join(self._finished_phases[(rank.number, launch) + key])
             case Fenced(launch, program):
-                self._who(rank, launch, program).fence()
+                self._thread(rank, launch, program).fence()
             case ProxyFenced(launch, program):
-                self._who(rank, launch, program).fence_proxies()
+                self._thread(rank, launch, program).proxy_fence()
             case Diagnostic(place=place):
                 self._findings.add_diagnostic(rank.number, event, None if place is None else rank.places[place])
             case Waiting():
                 self._findings.add_waiting(rank.number, event)
 
-    # Who ------------------------------------------------------------------------------------------------------------
+    # Threads --------------------------------------------------------------------------------------------------------
 
     def _host(self, rank: Rank, number: int) -> Thread:
-        """One of its threads of Python."""
+        """The thread of Python of this number, in the rank's process."""
         if (rank.number, number) not in self._hosts:
-            self._hosts[rank.number, number] = self._thread(rank.number, -number, clocks.empty())
+            self._hosts[rank.number, number] = self._new_thread(rank.number, -number, clocks.empty())
         return self._hosts[rank.number, number]
 
-    def _thread(self, rank: int, program: int, clock: Any, taken: Collection[int] = (), text: str = "") -> Thread:
-        """``taken``: the slots of programs of this number in launches that run beside this one's.
+    def _new_thread(self, rank: int, program: int, clock: Any, taken: Collection[int] = (), text: str = "") -> Thread:
+        """A thread that begins with ``clock``, in a slot that nobody uses. ``text``: the program, in words.
 
-        A slot also stays with those that are over as long as ``clock`` does not know of them: threads of the host that
-        launch in no order may do so one after the other this time. ``text``: the program, in words.
+        Programs of the same number share a slot if their launches are ordered. ``taken``: the slots of those programs
+        of this number whose launches are under way. The slot of one that has ended is free only if ``clock`` comes
+        after all of it: the launches may be unordered, and one may have ended before the other began by chance.
         """
-        for beside in itertools.count():
-            slot = self._slots.setdefault((rank, program, beside), len(self._slots))
+        for attempt in itertools.count():
+            slot = self._slots.setdefault((rank, program, attempt), len(self._slots))
             known = clock[clocks.AS_WRITTEN, slot] if slot < clock.shape[1] else 0
             if slot not in taken and known >= self._ticks[slot]:
                 break
         return Thread(rank, slot, self._ticks[slot] + 1, clock, text)
 
-    def _operation(self, rank: Rank, launch: int, program: int, key: int | None) -> Operation:
-        issuer, operations = self._who(rank, launch, program), rank.operations[launch]
-        # Addresses differ from one run to the next; the slots are the same.
+    def _new_operation(self, rank: Rank, launch: int, program: int, key: int | None) -> Operation:
+        issuer, operations = self._thread(rank, launch, program), rank.operations[launch]
+        # Slots are told apart by the order of keys, as the keys, addresses of mbarriers, differ from run to run.
         kinds = rank.kinds[launch][program]
         kind = kinds.setdefault(key, len(kinds))
         slot = self._slots.setdefault((rank.number, issuer.slot, -1 - kind), len(self._slots))
@@ -277,24 +289,25 @@ class Analysis:
         issuer.advance()
         return operations[slot]
 
-    def _who(self, rank: Rank, launch: int, program: int) -> Thread:
+    def _thread(self, rank: Rank, launch: int, program: int) -> Thread:
+        """That of a program, partition or asynchronous operation, or of the host if the launch is 0."""
         if launch == 0:
             return self._host(rank, program)
         programs = rank.programs[launch]
         if program not in programs:
             taken = [others[program].slot for others in rank.programs.values() if program in others]
-            base = rank.bases.get(launch, clocks.empty())
+            base = rank.start_clocks.get(launch, clocks.empty())
             text = rank.launches[launch].program_text(program) if launch in rank.launches else ""
-            programs[program] = self._thread(rank.number, program, base, taken, text)
+            programs[program] = self._new_thread(rank.number, program, base, taken, text)
         return programs[program]
 
 
 def analyse(folder: Path) -> list[Finding]:
-    """What is wrong in the launch whose ranks have noted what they did in ``folder``."""
-    over, verdicts = Onlooker(folder).is_over(), Verdicts()
-    for _ in range(TIMES):
-        analysis = Analysis(notes_in(folder), over, verdicts)
+    """What is wrong in the launch whose ranks have their notes in ``folder``."""
+    deadlocked, guarantees = DeadlockMonitor(folder).is_deadlocked(), Guarantees()
+    for _ in range(MOST_PASSES):
+        analysis = Analysis(notes_in(folder), deadlocked, guarantees)
         findings = analysis.run()
-        if not verdicts.learn(analysis.luck()):
+        if not guarantees.add(analysis.lucky_looks()):
             break
     return findings

@@ -1,6 +1,7 @@
-"""What a program that nobody checks from outside reports when it ends.
+"""The report of a program that runs with ``IRIS_SANITIZE=1`` but not under ``python -m iris check``.
 
-Its ranks may be killed, the first as well, when a race has made one of them fail. So a process beside them reports.
+When a race makes one rank fail, a launcher kills the others, and so perhaps the first rank, too. So no rank makes the
+report, but a process beside them: this module, run as a program.
 """
 
 import os
@@ -19,16 +20,17 @@ from iris.sanitizer.settings import VARIABLE
 if TYPE_CHECKING:
     from iris.world import Group
 
-# What peers get to end, once the first rank has: they may be waiting for it, until whoever started them ends them.
+# How long the first rank waits for the report. Its peers may be waiting for it to end, until the launcher kills them.
 PATIENCE_S = 30.0
 
-# In the folder: a pipe that each rank holds open as long as it lives. Who reads it comes to its end when all are gone.
+# A pipe in the folder, which each rank holds open as long as it lives. A reader comes to its end when all are gone.
 ALIVE = "alive"
 
 
 def report_at_exit(group: "Group") -> Path:
-    """A folder for the ranks' notes. Once all have ended, however they did, the first rank reports what was found in
-    them, and has exit status 1 then. Collective over the world.
+    """Make a folder for the ranks' notes, and see to a report once all ranks have ended in whatever way.
+
+    If anything was found, the first rank ends with exit status 1. Collective over the world.
     """
 
     def make_folder() -> str | None:
@@ -41,11 +43,11 @@ def report_at_exit(group: "Group") -> Path:
     name = group.agree(make_folder, "make a folder for the notes of all ranks")[0]
     assert name is not None  # of the first rank
     folder = Path(name)
-    # For reading, too: to open a pipe for nothing but writing takes a reader (fifo(7)).
+    # For reading, too: to open a pipe only for writing blocks until there is a reader (fifo(7)).
     alive = os.open(folder / ALIVE, os.O_RDWR)
     if group.rank == 0:
         reporter = _start_reporter(folder)
-        # After the recorder's own, which ends its notes.
+        # It runs after the recorder's own, which closes the notes.
         Finalize(None, _await_report, (reporter, alive), exitpriority=1)
     return folder
 
@@ -53,7 +55,7 @@ def report_at_exit(group: "Group") -> Path:
 def _start_reporter(folder: Path) -> subprocess.Popen:
     environment = os.environ | {"IRIS_SIMULATOR": "1", VARIABLE: "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     with open(folder / ALIVE, "rb") as alive:
-        # In a session of its own: who ends a program may end its group of processes.
+        # In a session of its own: a launcher may kill the program's whole process group.
         return subprocess.Popen(
             [sys.executable, "-m", __name__, folder],
             env=environment,
@@ -76,6 +78,7 @@ def _await_report(reporter: subprocess.Popen, alive: int) -> None:
 
 
 def _report(folder: Path) -> int:
+    """Wait until all ranks have ended, and report. Returns the exit status."""
     sys.stdin.buffer.read()
     found = analyse(folder)
     shutil.rmtree(folder, ignore_errors=True)

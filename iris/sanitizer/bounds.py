@@ -1,7 +1,7 @@
-"""Accesses outside of what has been allocated, reported where they happen.
+"""Finds accesses outside of allocations, and to memory that was freed, when they happen.
 
-An allocation is as long as it was asked for, not as long as it was rounded up. While somebody wants to know, there is a
-gap after each (`iris.observer.GAP`), so that what runs over the end of one does not land in the next.
+An allocation has the size that was asked for, without what it was rounded up to. While the sanitizer records, a gap
+follows each one (`iris.observer.GAP`), so that an access beyond its end is not one to the next.
 """
 
 import gc
@@ -19,20 +19,20 @@ from iris.sanitizer.events import PRIVATE, Spans
 Diagnose = Callable[[str, str, int | None], None]
 """Notes a mistake: its kind, what it is in words, and the number of its place."""
 
-# So many tensors of torch's that hold flags are remembered.
+# So many tensors of torch in which loops poll are remembered.
 MOST_TENSORS = 64
 
 
 class Bounds:
-    """The allocations of this process' heaps as its ranks have them: the same offsets on all."""
+    """The allocations of this process' heaps. A heap is symmetric, so these are the offsets on all ranks."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[int, ...], Table]] = {}
-        # Those of torch's that have been asked for.
+        # Begin and end of tensors of torch that were found by `outside_of_tensors`.
         self._tensors: list[tuple[int, int]] = []
 
     def check(self, diagnose: Diagnose, spans: Spans, kind: int, place: int) -> None:
-        """Note the first of these accesses that should not be, if there is one."""
+        """Report the first of these accesses that is outside of all allocations, if there is one."""
         name, rank = spans.space
         if name == PRIVATE:
             return
@@ -47,7 +47,7 @@ class Bounds:
             diagnose(reason, text, place)
 
     def outside_of_tensors(self, addresses: list[int]) -> list[int]:
-        """Those of these at which no tensor of torch's has memory, nor had when one looked last."""
+        """Those of these addresses at which no tensor of torch has memory, or had at an earlier call."""
         unknown = [each for each in addresses if not _is_in(self._tensors, each)]
         if unknown:
             found = [t for t in _tensors() if any(t[0] <= each < t[1] for each in unknown)]
@@ -60,7 +60,7 @@ class Bounds:
         return heap is not None and self._table(heap).first_outside(spans) is not None
 
     def learn(self, spans: Spans) -> None:
-        """There is a new allocation. When it is gone again, one knows what has been there."""
+        """There is a new allocation. Remember it, so that it can be named after it was freed."""
         heap = symmetric.heap_named(spans.space[0])
         if heap is not None:
             self._table(heap)
@@ -75,7 +75,7 @@ class Bounds:
 
 
 class Table:
-    """Which bytes of a heap are allocated, and which were."""
+    """The allocations of a heap, and those that are gone. ``former``: the table before this one."""
 
     def __init__(self, allocations: Sequence[tuple], former: "Table | None") -> None:
         live = sorted((block.offset, block.offset + block.size, not freed, block.text) for block, freed in allocations)
@@ -90,7 +90,7 @@ class Table:
         self._in_use = np.array([each[2] for each in live], dtype=bool)
 
     def first_outside(self, spans: Spans) -> tuple[str, int] | None:
-        """The kind of mistake and the offset of the first byte that these should not touch."""
+        """The kind of the first wrong access, "bounds" or "freed", and the offset of its first wrong byte."""
         if not len(self._begins):
             return self._reason(int(spans.begins[0])), int(spans.begins[0])
         index = np.searchsorted(self._begins, spans.begins, side="right") - 1
@@ -107,7 +107,7 @@ class Table:
         return "freed", int(spans.begins[first])
 
     def describe(self, offset: int) -> str:
-        """What is there, was there, or lies before it."""
+        """What is at ``offset``, in words: the tensor that is or was there, or the ones before and after it."""
         former = self._former(offset)
         if former is not None:
             return f"{former}, which has been freed (offset {offset:#x})"
@@ -142,7 +142,7 @@ def _is_in(ranges: list[tuple[int, int]], address: int) -> bool:
 
 
 def _tensors() -> Iterator[tuple[int, int]]:
-    """Where the memory of each tensor of this process begins and ends. Takes a while."""
+    """Where the memory of each tensor of this process begins and ends. It takes long."""
     for each in gc.get_objects():
         if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout == torch.strided:
             storage = each.untyped_storage()
@@ -154,17 +154,13 @@ _mapped_ranges: list[tuple[int, int]] = []
 
 
 def is_mapped(address: int) -> bool:
-    """Whether this process has memory at ``address``: a load from elsewhere would end it."""
-    return _in_ranges(address) or _read_ranges() or _in_ranges(address)
-
-
-def _in_ranges(address: int) -> bool:
+    """Whether this process has memory at ``address``. A load from elsewhere would kill it."""
+    if not _is_in(_mapped_ranges, address):
+        _read_mapped_ranges()  # it may be new
     return _is_in(_mapped_ranges, address)
 
 
-def _read_ranges() -> bool:
-    """Learn the process' memory anew; returns False."""
+def _read_mapped_ranges() -> None:
     with open(f"/proc/{os.getpid()}/maps") as lines:
         ranges = (line.split()[0].split("-") for line in lines)
         _mapped_ranges[:] = [(int(begin, 16), int(end, 16)) for begin, end in ranges]
-    return False

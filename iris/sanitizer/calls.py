@@ -1,8 +1,8 @@
-"""Calls that go on beside the thread that makes them, as torch's with ``async_op=True``, and what executors are given.
+"""Asynchronous calls of the host: those of torch with ``async_op=True``, and tasks of executors.
 
-Such a call is like a thread of Python's that the caller starts, and that who waits for the call joins: it comes after
-what was done before it was made, and in no order with what is done until somebody has waited for it. Calls of one
-number follow each other.
+Such a call is like a thread that the caller starts, and that a wait for the call joins. So it comes after what was done
+before it was made. It is unordered with what is done from then on until somebody has waited for it. Calls that have the
+same number come one after the other.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from iris.sanitizer.notes import Notes
 
 
 class _Threads(Protocol):
-    """What a call needs of `iris.sanitizer.threads.Threads`, which has it among its ``calls``."""
+    """The part of `iris.sanitizer.threads.Threads` that calls use. ``calls``: those that nobody has waited for."""
 
     calls: "set[Call]"
 
@@ -25,7 +25,10 @@ class _Threads(Protocol):
 
 
 class Call:
-    """Made here. ``place``: the line that has asked for all that it does, if it has none of its own."""
+    """A call, made now. ``place``: the number of the line that made it, to which all that it does is put down.
+
+    If it is None, the call runs code of the program's, which has lines of its own.
+    """
 
     def __init__(self, threads: _Threads, notes: Notes, number: int, place: int | None) -> None:
         self.number, self.place = number, place
@@ -36,7 +39,7 @@ class Call:
 
     @contextlib.contextmanager
     def carried_out(self) -> Iterator[None]:
-        """While this lasts, this thread carries it out, or a part of it."""
+        """While this lasts the current thread carries out the call, or a part of it."""
         self._notes.add(HostAcquire(self.number, self._begun))
         try:
             with self._threads.carrying_out(self):
@@ -45,7 +48,7 @@ class Call:
             self._notes.add(HostRelease(self.number, self._over))
 
     def awaited(self) -> None:
-        """The current thread knows that it is over, and those before it."""
+        """The current thread has waited for the call, and so for earlier ones of the same number."""
         self._notes.add(HostAcquire(self._threads.current(), self._over))
         over = {call for call in list(self._threads.calls) if call.number == self.number and call._begun <= self._begun}
         self._threads.calls -= over

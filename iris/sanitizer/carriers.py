@@ -1,7 +1,8 @@
-"""By which flag a program has come to know of another: what the report of a race names, if that was not enough.
+"""By which flag a thread has come after another one: what the report of a race names as the flag that is at fault.
 
-Each time that a look at a word brings a program more of others, by the most generous of the `clocks`, one notes which
-word that was, and who had written it last.
+A *carrier* is a word whose read has added something to the reader's clock, by the most generous row of the `clocks`.
+If two accesses race, and would not by a row that assumes more synchronisation, the carrier between them is the flag
+that lacks a release, an acquire or a wider scope.
 """
 
 from collections import defaultdict, deque
@@ -12,38 +13,38 @@ from iris.sanitizer import clocks
 from iris.sanitizer.accesses import Access, Carrier
 from iris.sanitizer.clocks import Thread
 
-# Looks that are remembered of each program: of a race, the second access comes soon after the look that is at fault.
+# Carriers that are remembered of each thread. The second access of a race comes soon after the read that is at fault.
 REMEMBERED = 64
 
-# So many words one after the other lie between two programs, at most, where one looks for the one that is at fault.
+# How many flags, at most, are followed from one thread to the next in search of the one that is at fault.
 LONGEST_CHAIN = 32
 
 
 class Carriers:
-    """The words by which programs have come to know of others, by the slots of the programs' clocks."""
+    """The latest carriers of each thread, by its slot in the clocks."""
 
     def __init__(self) -> None:
-        # The words by which each has come to know more, in turn, with what it knew then.
+        # In order; each with the thread's row of the clock after it.
         self._acquired: dict[int, deque[tuple[np.ndarray, Carrier]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
     def acquired(self, thread: Thread, before: np.ndarray, carrier: Carrier) -> None:
-        """By ``carrier`` the clocks of ``thread`` have become what they are; they were ``before``."""
-        now, then = thread.clock[clocks.BOTH].copy(), before[clocks.BOTH]
-        # Ticks only grow.
-        if now.sum() != then.sum():
-            self._acquired[thread.slot].append((now, carrier))
+        """``thread`` has read the word of ``carrier``; its clocks were ``before``."""
+        row_now, row_before = thread.clock[clocks.RELEASE_AND_ACQUIRE].copy(), before[clocks.RELEASE_AND_ACQUIRE]
+        # Ticks only grow, so equal sums mean equal clocks.
+        if row_now.sum() != row_before.sum():
+            self._acquired[thread.slot].append((row_now, carrier))
 
     def between(self, thread: Thread, access: Access) -> Carrier | None:
-        """The word by which ``thread`` knows of ``access``, but not as the program is written."""
+        """The flag by which ``thread`` would come after ``access`` if it had all that it lacks."""
         found = self._first(thread.slot, access)
         for _ in range(LONGEST_CHAIN):
             if found is None or any(writer.thread_slot == access.thread_slot for writer in found.writers):
                 break
-            # A word that is in order: what is not, is how its writer knows.
+            # If this flag is in order, the one is at fault by which its writer came after the access.
             earlier = [
                 carrier
                 for writer in found.writers
-                if thread.knows(writer.thread_slot, writer.tick)[clocks.AS_WRITTEN]
+                if thread.is_after(writer.thread_slot, writer.tick)[clocks.AS_WRITTEN]
                 and (carrier := self._first(writer.thread_slot, access)) is not None
             ]
             if not earlier:
@@ -52,10 +53,10 @@ class Carriers:
         return found
 
     def _first(self, slot: int, access: Access) -> Carrier | None:
-        """Of the words by which who has this slot came to know, the one that carried ``access``."""
+        """The first carrier by which the thread of this slot came after ``access``."""
         acquired = self._acquired.get(slot, ())
         for number, (known, carrier) in enumerate(acquired):
             if len(known) > access.thread_slot and known[access.thread_slot] >= access.tick:
-                # An older one may have carried it that is forgotten.
+                # The oldest that is remembered tells nothing: an earlier one may have done it.
                 return carrier if number or len(acquired) < REMEMBERED else None
         return None

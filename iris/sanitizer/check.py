@@ -1,4 +1,4 @@
-"""``python -m iris check``: runs a program under the sanitizer, and says what it found."""
+"""``python -m iris check``: runs a program under the sanitizer, analyses the notes of its ranks, and reports."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from iris.commands.program import as_command, members, running
 from iris.commands.shared_folder import await_, leave, own_folder, shared_folder
 from iris.sanitizer import findings, whereabouts
 from iris.sanitizer.analysis import analyse
-from iris.sanitizer.deadlock import Onlooker
+from iris.sanitizer.deadlock import DeadlockMonitor
 from iris.sanitizer.findings import Finding, united
 from iris.sanitizer.launches import launches_in
 from iris.sanitizer.settings import FOLDER_VARIABLE, SEED_VARIABLE, VARIABLE
@@ -22,11 +22,11 @@ FOUND, FAILED = 1, 2
 """Exit statuses: something was found; the program failed, or could not be run, and nothing was found."""
 
 TIME_LIMIT_S = 300.0
-"""What a run gets, if nobody says how much."""
+"""The default of ``--time-limit``, for each run."""
 
-# What the program gets to end by itself once its ranks are known to wait for each other.
+# After a deadlock was found, the program gets so long to end by itself,
 ENDING_S = 10.0
-# And where all that are left wait on the host for others.
+# or so long if the hosts of all ranks that are left wait for others.
 ENDING_HOSTS_S = 2.0
 INTERVAL_S = 0.05
 
@@ -45,7 +45,7 @@ def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: in
             if status:
                 seeds = [this]
                 break
-    # Under torchrun the first rank speaks for all. Who fails before it has spoken would end it.
+    # Under torchrun the first rank reports for all. If another one failed before that, torchrun would kill the first.
     if int(os.environ.get("RANK", "0")):
         return 0
     _print(found, form, seeds, failed=status == FAILED)
@@ -55,7 +55,7 @@ def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: in
 def _judge(
     program: Path, arguments: Sequence[str], folder: Path, seed: int | None, time_limit: float
 ) -> tuple[int, list[Finding]]:
-    """One run: its exit status, and what was found. Under torchrun the first rank judges for all."""
+    """One run: its exit status, and what was found. Under torchrun the first rank analyses the notes of all."""
     failed = _run_once(program, arguments, folder, seed, time_limit)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     leave(folder / f"over{rank}", failed)
@@ -79,7 +79,7 @@ def findings_of(
     Raises
     ------
     subprocess.CalledProcessError
-        It failed, and nothing was found to be the reason.
+        The program failed, and nothing was found.
     """
     folder = own_folder("iris-check")
     try:
@@ -93,23 +93,24 @@ def findings_of(
 
 
 def _run_once(program: Path, arguments: Sequence[str], folder: Path, seed: int | None, time_limit: float) -> int:
+    """Run the program until it ends, its ranks are in a deadlock, or its time is over. Returns its exit status."""
     # In debug mode allocations know the lines that made them.
     settings = {VARIABLE: "1", FOLDER_VARIABLE: str(folder), "IRIS_SIMULATOR": "1", "IRIS_DEBUG": "1"}
     if seed is not None:
         settings[SEED_VARIABLE] = str(seed)
-    # What the program prints is not part of the report.
+    # The program's output goes to stderr: stdout is for the report.
     with running(program, arguments, settings, stdout=sys.stderr) as process:
-        begin, launch, onlooker, over_since = time.monotonic(), folder, Onlooker(folder), None
+        begin, launch, monitor, over_since = time.monotonic(), folder, DeadlockMonitor(folder), None
         while process.poll() is None:
             time.sleep(INTERVAL_S)
             now = time.monotonic()
             latest = max(launches_in(folder), default=folder)
             if latest != launch:
-                # The program has gone on, whatever has become of the ranks before.
-                launch, onlooker, over_since = latest, Onlooker(latest), None
-            if over_since is None and onlooker.is_over():
+                # The program has started ranks again, so the launch before is over.
+                launch, monitor, over_since = latest, DeadlockMonitor(latest), None
+            if over_since is None and monitor.is_deadlocked():
                 over_since = now
-            if over_since is not None and (now - over_since > ENDING_S or onlooker.hosts_wait_s() > ENDING_HOSTS_S):
+            if over_since is not None and (now - over_since > ENDING_S or monitor.hosts_wait_s() > ENDING_HOSTS_S):
                 break
             if over_since is None and time_limit and now - begin > time_limit:
                 whereabouts.note(folder, members())

@@ -1,45 +1,59 @@
-"""Which of two things that programs did came first: vector clocks.
+"""Vector clocks: which of two accesses happens before the other.
 
-Each program, and each rank's host, has a *slot*, and counts up a *tick* there at whatever may be a release. A clock
-says of each slot up to which tick all that it did comes before: what slot s did at tick t comes before whoever has
-``clock[s] >= t`` (Lamport; Fidge and Mattern; for races: FastTrack, Flanagan and Freund 2009).
+Each program of a launch, and each thread of a rank's host, is a `Thread` with a *slot* of its own in all clocks. There
+it counts *ticks*, one up after each operation that may be a release. So a slot and a tick, an *epoch*, name what a
+thread did between two such operations. A thread comes after an epoch if its clock has at least that tick in that slot
+(Lamport; Fidge and Mattern; for races: FastTrack, Flanagan and Freund 2009).
 
-There are six clocks at a time. In the first an edge is what the program asked for: a release and an acquire of the
-same words, both at a scope that holds the two programs (PTX ISA, "Memory Consistency Model": morally strong, causality
-order). The next four take the program for better than it is, each in another way, to find out what a race is for want
-of. The last has the edges of the first, and is of what comes before copies by TMA: only what a proxy fence came after.
+A clock here is an array of six rows, each a vector clock by rules of its own. In the first, an edge is what the program
+asked for: a release and an acquire of the same word, both at a scope that contains the two threads (PTX ISA, "Memory
+Consistency Model": morally strong, causality order). Rows 2 to 5 assume more synchronisation than the program has. If
+two accesses race by the first row but not by one of these, that row names the cause. The last row is for TMA: it has
+the edges of the first, but an edge counts only for accesses that a proxy fence came after.
 
-Such copies go through the async proxy, loads and stores through the generic one, and who accesses memory through two
-needs a fence between them (PTX ISA, "Async proxy"). The manual does not say in whose thread: so it counts wherever it
-stands on the way from one access to the other, as an alias proxy fence does ("Causality Order"). Launches need none
-("Memory synchronization": those by the CUDA API keep the order of proxies), nor does what TMA has written, after which
-there is one (an "implicit generic-async proxy fence" where a copy completes).
+Why TMA needs a row: its copies access memory through the async proxy, loads and stores through the generic one. Between
+accesses through different proxies there must be a proxy fence (PTX ISA, "Async proxy"). The manual does not say in
+whose thread, so it counts wherever it stands on the way from one access to the other, as an alias proxy fence does
+("Causality Order"). Two cases need none: launches ("Memory synchronization": launches by the CUDA API keep the order of
+proxies), and what TMA has written (an "implicit generic-async proxy fence" where a copy completes).
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-AS_WRITTEN, ANY_SCOPE, ALL_RELEASE, ALL_ACQUIRE, BOTH, ASYNC_PROXY = range(6)
-"""As the program says; each at system scope; besides, each write to a flag a release; each read an acquire; both; as
-the program says to TMA."""
-HOW = 6
+AS_WRITTEN, ANY_SCOPE, ALL_RELEASE, ALL_ACQUIRE, RELEASE_AND_ACQUIRE, ASYNC_PROXY = range(6)
+"""The rows of a clock, by what counts as an edge:
 
-AS_SAID = [AS_WRITTEN, ASYNC_PROXY]
-"""The clocks in which scopes are what they are."""
+* AS_WRITTEN: what the program asks for
+* ANY_SCOPE: as if each operation had the scope of the system
+* ALL_RELEASE: besides that, as if each write to a flag were a release
+* ALL_ACQUIRE: besides ANY_SCOPE, as if each read of a flag were an acquire
+* RELEASE_AND_ACQUIRE: both
+* ASYNC_PROXY: as AS_WRITTEN, for accesses by TMA
+"""
+NUM_ROWS = 6
 
-AS_ASKED_RELEASE, AS_ASKED_ACQUIRE = [*AS_SAID, ANY_SCOPE, ALL_ACQUIRE], [*AS_SAID, ANY_SCOPE, ALL_RELEASE]
-"""The clocks in which only what is asked for as a release, or as an acquire, is one."""
+REAL_SCOPES = [AS_WRITTEN, ASYNC_PROXY]
+"""The rows in which an operation has the scope that the program asks for."""
+
+REAL_RELEASES, REAL_ACQUIRES = [*REAL_SCOPES, ANY_SCOPE, ALL_ACQUIRE], [*REAL_SCOPES, ANY_SCOPE, ALL_RELEASE]
+"""The rows in which only what is asked for as a release, or as an acquire, is one."""
 
 REACHES_RANK, REACHES_ALL = ("gpu", "sys"), ("sys",)
+"""The scopes that contain all programs of a rank, and those of all ranks."""
+
+Epoch = tuple[int, int]
+"""A slot and a tick."""
 
 
 def empty() -> np.ndarray:
-    return np.zeros((HOW, 0), dtype=np.int32)
+    """The clock of a thread that comes after nothing."""
+    return np.zeros((NUM_ROWS, 0), dtype=np.int32)
 
 
 def joined(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """What comes before either. Neither is changed."""
+    """The join of two clocks: what comes after both. Neither is changed."""
     if a is b:
         return a
     if a.shape[1] < b.shape[1]:
@@ -49,28 +63,28 @@ def joined(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return result
 
 
-def merged(target: np.ndarray, source: np.ndarray, how: list[int]) -> np.ndarray:
-    """``target`` with ``source`` joined to it in some of the clocks. ``target`` is not changed."""
+def joined_rows(target: np.ndarray, source: np.ndarray, rows: list[int]) -> np.ndarray:
+    """``target``, with ``source`` joined to it in some rows. Neither is changed."""
     width = max(target.shape[1], source.shape[1])
-    result = np.zeros((HOW, width), dtype=np.int32)
+    result = np.zeros((NUM_ROWS, width), dtype=np.int32)
     result[:, : target.shape[1]] = target
-    part = result[how, : source.shape[1]]
-    result[how, : source.shape[1]] = np.maximum(part, source[how])
+    part = result[rows, : source.shape[1]]
+    result[rows, : source.shape[1]] = np.maximum(part, source[rows])
     return result
 
 
-def fenced(clock: np.ndarray) -> np.ndarray:
-    """``clock`` after a proxy fence: what it has comes before copies by TMA, too. It is not changed."""
+def after_proxy_fence(clock: np.ndarray) -> np.ndarray:
+    """``clock`` after a proxy fence: what comes before other accesses comes before TMA's, too. It is not changed."""
     result = clock.copy()
     result[ASYNC_PROXY] = result[AS_WRITTEN]
     return result
 
 
 class Released(NamedTuple):
-    """What has been released into a word: to everyone, and to the programs of one rank.
+    """The clocks that were released into a word: for everyone, and by rank for the programs of that rank alone.
 
-    Of an atomic update the word keeps what was released before, since who reads the update reads on from there (PTX
-    ISA, "Release and acquire patterns": observation through read-modify-writes).
+    An atomic update keeps what was released into the word before: a read of the update acquires that, too (PTX ISA,
+    "Release and acquire patterns": observation through read-modify-writes).
     """
 
     to_all: np.ndarray
@@ -78,24 +92,25 @@ class Released(NamedTuple):
 
 
 class Thread:
-    """A program, or a rank's host, as it goes on. ``program``: which one, in words; nothing for the host."""
+    """A program, one of its partitions, or a thread of a rank's host. ``program``: which, in words; "" for the host."""
 
     def __init__(self, rank: int, slot: int, tick: int, clock: np.ndarray, program: str = "") -> None:
         self.rank, self.slot, self.tick, self.program = rank, slot, tick, program
-        # Not changed once it is here: others may hold it.
+        # Arrays of clocks are never changed in place: others may hold them.
         self.clock = clock
+        # Before Triton 3.9 a release is one thread's of the block. It covers what others did before this clock.
         self._cta_synced: np.ndarray | None = None
-        # What was known at the last fence, which a relaxed write releases; and what relaxed reads have seen since,
-        # which the next one acquires (PTX ISA, "Release and acquire patterns").
-        self._fenced: np.ndarray | None = None
-        self._seen_relaxed = empty()
-        # Whether its last acquire brought nothing that it had not known.
+        # A relaxed write releases the clock of the last fence. The next fence acquires what relaxed reads have found
+        # (PTX ISA, "Release and acquire patterns").
+        self._at_fence: np.ndarray | None = None
+        self._relaxed_reads = empty()
+        # Whether its last acquire added nothing to its clock.
         self.acquired_nothing = False
-        self._seen(tick)
+        self._set_own_tick(tick)
 
-    def _seen(self, tick: int) -> None:
+    def _set_own_tick(self, tick: int) -> None:
         if self.clock.shape[1] <= self.slot:
-            wider = np.zeros((HOW, self.slot + 1), dtype=np.int32)
+            wider = np.zeros((NUM_ROWS, self.slot + 1), dtype=np.int32)
             wider[:, : self.clock.shape[1]] = self.clock
             self.clock = wider
         else:
@@ -103,101 +118,110 @@ class Thread:
         self.clock[:ASYNC_PROXY, self.slot] = tick
 
     def advance(self) -> None:
-        """What is done from here on, nobody knows of who has this clock by now."""
+        """Begin a new epoch, so that whoever has acquired the clock until now does not come after what follows."""
         self.tick += 1
-        self._seen(self.tick)
+        self._set_own_tick(self.tick)
 
-    def gather(self) -> None:
-        """The threads of the block have met: each now speaks for what all have done."""
+    def cta_sync(self) -> None:
+        """The threads of the block have met in a barrier: a release by one of them now covers what all have done."""
         self._cta_synced = self.clock
 
     def fence(self) -> None:
-        self.clock = merged(self.clock, self._seen_relaxed, AS_ASKED_ACQUIRE)
-        self._seen_relaxed = empty()
-        self._fenced = self._cta_synced = self.clock
+        self.clock = joined_rows(self.clock, self._relaxed_reads, REAL_ACQUIRES)
+        self._relaxed_reads = empty()
+        self._at_fence = self._cta_synced = self.clock
         self.advance()
 
-    def fence_proxies(self) -> None:
-        self.clock = fenced(self.clock)
+    def proxy_fence(self) -> None:
+        self.clock = after_proxy_fence(self.clock)
         self.advance()
 
-    def learn(self, clock: np.ndarray) -> None:
+    def join(self, clock: np.ndarray) -> None:
+        """Come after all that ``clock`` comes after."""
         self.clock = joined(self.clock, clock)
 
-    def knowledge(self) -> np.ndarray:
-        """What who knows of its end knows."""
+    def end_clock(self) -> np.ndarray:
+        """What comes before a thread that knows that this one has ended."""
         return self.clock
 
-    def release(self, before: Released | None, asked: bool, scope: str, whole: bool) -> Released:
-        """Into a word in which ``before`` was. ``whole``: for what the block's other threads did, too."""
+    def release(self, before: Released | None, is_release: bool, scope: str, whole_cta: bool) -> Released:
+        """Write to a word into which ``before`` was released; returns what it holds then.
+
+        ``is_release``: the program asks for a release. ``whole_cta``: it covers what the block's other threads did.
+        """
         to_all = before.to_all if before is not None else empty()
         to_rank = before.to_rank if before is not None else {}
-        how = [ALL_RELEASE, BOTH]
-        if asked:
-            how += [ANY_SCOPE, ALL_ACQUIRE]
+        rows = [ALL_RELEASE, RELEASE_AND_ACQUIRE]
+        if is_release:
+            rows += [ANY_SCOPE, ALL_ACQUIRE]
             mine = self.clock
-            if not whole:
-                # Only what came before the last meeting of the block's threads.
+            if not whole_cta:
+                # Only what came before the block's last barrier.
                 mine = self.clock.copy()
-                mine[AS_ASKED_RELEASE] = 0
+                mine[REAL_RELEASES] = 0
                 if self._cta_synced is not None:
-                    mine = merged(mine, self._cta_synced, AS_ASKED_RELEASE)
+                    mine = joined_rows(mine, self._cta_synced, REAL_RELEASES)
             if scope in REACHES_ALL:
-                how += AS_SAID
-            to_all = merged(to_all, mine, how)
+                rows += REAL_SCOPES
+            to_all = joined_rows(to_all, mine, rows)
             if scope in REACHES_RANK:
-                own = merged(to_rank.get(self.rank, empty()), mine, AS_SAID)
+                own = joined_rows(to_rank.get(self.rank, empty()), mine, REAL_SCOPES)
                 to_rank = {**to_rank, self.rank: own}
         else:
-            to_all = merged(to_all, self.clock, how)
-            if self._fenced is not None:
-                how = AS_ASKED_RELEASE if scope in REACHES_ALL else [ANY_SCOPE, ALL_ACQUIRE]
-                to_all = merged(to_all, self._fenced, how)
+            to_all = joined_rows(to_all, self.clock, rows)
+            if self._at_fence is not None:
+                rows = REAL_RELEASES if scope in REACHES_ALL else [ANY_SCOPE, ALL_ACQUIRE]
+                to_all = joined_rows(to_all, self._at_fence, rows)
                 if scope in REACHES_RANK:
-                    own = merged(to_rank.get(self.rank, empty()), self._fenced, AS_SAID)
+                    own = joined_rows(to_rank.get(self.rank, empty()), self._at_fence, REAL_SCOPES)
                     to_rank = {**to_rank, self.rank: own}
         return Released(to_all, to_rank)
 
-    def acquire(self, released: Released, asked: bool, scope: str, looks: bool = True) -> None:
-        """What was in a word that is read. ``looks``: who waits may have done it."""
-        how, before = [ALL_ACQUIRE, BOTH] if looks else [], self.clock
-        if asked:
-            how += [ANY_SCOPE, ALL_RELEASE]
-            if scope in REACHES_ALL:
-                how += AS_SAID
-            if scope in REACHES_RANK and self.rank in released.to_rank:
-                self.clock = merged(self.clock, released.to_rank[self.rank], AS_SAID)
-        else:
-            how_seen = AS_ASKED_ACQUIRE if scope in REACHES_ALL else [ANY_SCOPE, ALL_RELEASE]
-            self._seen_relaxed = merged(self._seen_relaxed, released.to_all, how_seen)
-            if scope in REACHES_RANK and self.rank in released.to_rank:
-                self._seen_relaxed = merged(self._seen_relaxed, released.to_rank[self.rank], AS_SAID)
-        self.clock = merged(self.clock, released.to_all, how)
-        # Ticks only grow.
-        self.acquired_nothing = asked and self.clock[AS_WRITTEN].sum() == before[AS_WRITTEN].sum()
+    def acquire(self, released: Released, is_acquire: bool, scope: str, may_wait: bool = True) -> None:
+        """Read a word into which this was released.
 
-    def knows(self, slot: int, tick: int) -> np.ndarray:
-        """In which of the clocks that tick comes before what this thread does now."""
+        ``is_acquire``: the program asks for an acquire. ``may_wait``: a wait may consist of such reads.
+        """
+        rows, before = [ALL_ACQUIRE, RELEASE_AND_ACQUIRE] if may_wait else [], self.clock
+        if is_acquire:
+            rows += [ANY_SCOPE, ALL_RELEASE]
+            if scope in REACHES_ALL:
+                rows += REAL_SCOPES
+            if scope in REACHES_RANK and self.rank in released.to_rank:
+                self.clock = joined_rows(self.clock, released.to_rank[self.rank], REAL_SCOPES)
+        else:
+            at_next_fence = REAL_ACQUIRES if scope in REACHES_ALL else [ANY_SCOPE, ALL_RELEASE]
+            self._relaxed_reads = joined_rows(self._relaxed_reads, released.to_all, at_next_fence)
+            if scope in REACHES_RANK and self.rank in released.to_rank:
+                self._relaxed_reads = joined_rows(self._relaxed_reads, released.to_rank[self.rank], REAL_SCOPES)
+        self.clock = joined_rows(self.clock, released.to_all, rows)
+        # Ticks only grow, so equal sums mean equal clocks.
+        self.acquired_nothing = is_acquire and self.clock[AS_WRITTEN].sum() == before[AS_WRITTEN].sum()
+
+    def is_after(self, slot: int, tick: int) -> np.ndarray:
+        """By row of the clock: whether that epoch happens before what this thread does now."""
         if slot >= self.clock.shape[1]:
-            return np.zeros(HOW, dtype=bool)
+            return np.zeros(NUM_ROWS, dtype=bool)
         return self.clock[:, slot] >= tick
 
 
 class Operation(Thread):
-    """What a GPU does beside a program, a copy: after what came before it there, and in no order with what follows.
+    """An asynchronous operation, such as a copy: it comes after its issue, and is unordered with what follows that.
 
-    All that it does is at one tick. Operations of a slot end one after the other, and do not know that of each other.
+    All that it does is one epoch. Operations of a slot end one after the other, but none of them comes after another.
+    Only a thread that waits for one comes after those before it, too.
     """
 
     def __init__(self, issuer: Thread, slot: int, tick: int) -> None:
         super().__init__(issuer.rank, slot, tick, issuer.clock, issuer.program)
-        self._over, self.clock = self.clock, issuer.clock
+        # What comes after its end comes after its epoch. It itself has only the clock of its issue.
+        self._end_clock, self.clock = self.clock, issuer.clock
 
     def advance(self) -> None: ...
 
-    def learn(self, clock: np.ndarray) -> None:
-        super().learn(clock)
-        self._over = joined(self._over, clock)
+    def join(self, clock: np.ndarray) -> None:
+        super().join(clock)
+        self._end_clock = joined(self._end_clock, clock)
 
-    def knowledge(self) -> np.ndarray:
-        return self._over
+    def end_clock(self) -> np.ndarray:
+        return self._end_clock

@@ -1,8 +1,11 @@
-"""When can nobody go on any more?
+"""Finds deadlocks of all ranks: when can nobody go on any more?
 
-Each rank says in memory that all share what it is doing, and how often it has changed memory so far. When every
-program of a launch has polled in vain, and nothing has changed since before the first of them did, only another rank
-can help. When all ranks are there at the same count of changes, or wait on the host, or are gone, nobody will.
+The ranks share a file in memory, ``ranks``, of 64-bit words. In it each rank says what it is doing, and how often it
+has changed memory so far. The sum of these counts is a time that all ranks agree on.
+
+A rank is *stuck* at a sum if all programs of its launch have polled in vain, and nothing has changed since before the
+first of them did. So only another rank can help it. It is a deadlock if at one and the same sum every rank is stuck, or
+its host waits for others, or it is gone.
 """
 
 import mmap
@@ -13,34 +16,43 @@ from pathlib import Path
 import numpy as np
 
 ON_HOST, RUNS, STUCK, MEETS, GONE, POLLS = range(6)
-"""What a rank is doing; STUCK: all of its programs poll in vain; POLLS: its host does."""
+"""What a rank is doing:
 
-# Polls in vain, one after the other, that are taken for waiting.
+* ON_HOST: its host runs
+* RUNS: its kernels run
+* STUCK: all programs of its launch poll in vain
+* MEETS: its host waits for other ranks, in a collective or for a message
+* GONE: it has ended
+* POLLS: its host polls in vain
+"""
+
+# So many polls in vain, one after the other, are taken for waiting.
 ENOUGH = 32
 
-# A rank that leaves a meeting may need so long to say so: where a rank is stuck in a kernel, and where none is.
+# How long a rank may need to say that it has left a collective: where some rank is stuck in a kernel; where none is.
 LEAVING_S, LEAVING_HOSTS_S = 2.0, 5.0
 
-# A host that polls has looked again within so many seconds: else it may have gone on to something else.
+# A host that polls looks again within so many seconds. If it has not, it may have gone on to something else.
 LOOKING_S = 2.0
 
-# Of a rank: what it does, its changes, at which count of all changes it was stuck, and when it said so, in ms.
+# Of a rank: what it does, how often it has changed memory, the sum of changes at which it was stuck, and the time in ms
+# when it said so. The file begins with one word more: whether a deadlock was found.
 _WORDS = 4
 
 
-class Onlooker:
-    """Sees whether the ranks that take notes in ``folder`` can go on, from a process that is none of them."""
+class DeadlockMonitor:
+    """Watches the ranks that take notes in ``folder``, from a process that is none of them."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "ranks"
         self._seen, self._since = b"", time.monotonic()
 
-    def is_over(self) -> bool:
-        """Whether the ranks have found that they cannot, or all that are left wait on the host for others."""
+    def is_deadlocked(self) -> bool:
+        """Whether the ranks have found a deadlock, or the hosts of all that are left wait for others."""
         words = self._words()
         if words.size and words[0]:
             return True
-        # Those whose meeting is complete will leave it.
+        # A host whose collective is complete will soon leave it.
         if self.hosts_wait_s() < LEAVING_HOSTS_S:
             return False
         with open(self._file, "r+b") as file:
@@ -48,7 +60,10 @@ class Onlooker:
         return True
 
     def hosts_wait_s(self) -> float:
-        """For how many seconds, as far as was looked, all that are left have waited on the host for others."""
+        """For how many seconds, as seen by calls of this method, the hosts of all that are left have waited for others.
+
+        It looks once: call it again and again.
+        """
         words = self._words()
         doing = words[1:].reshape(-1, _WORDS)[:, 0]
         waiting = MEETS in doing and np.isin(doing, (MEETS, GONE)).all()
@@ -64,12 +79,15 @@ class Onlooker:
 
 
 def _milliseconds() -> int:
-    """By a clock that all processes of a host have."""
+    """By a clock that all processes of a machine share."""
     return time.monotonic_ns() // 1_000_000
 
 
 class Liveness:
-    """What this rank says of itself, and sees of the others. Words of 8 bytes are written at once."""
+    """What this rank says of itself in the shared file, and sees there of the others.
+
+    No locks: a word of 8 bytes is written at once.
+    """
 
     def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
         file = os.open(folder / "ranks", os.O_RDWR | os.O_CREAT, 0o600)
@@ -77,9 +95,10 @@ class Liveness:
         self._memory = mmap.mmap(file, 8 * (1 + _WORDS * num_ranks))
         os.close(file)
         words = np.frombuffer(self._memory, dtype=np.int64)
-        self._over, self._ranks = words[:1], words[1:].reshape(num_ranks, _WORDS)
+        self._deadlock_found, self._ranks = words[:1], words[1:].reshape(num_ranks, _WORDS)
         self._mine = self._ranks[rank]
-        self._unchanged_at, self._rounds = -1, 0
+        # At which sum of changes this rank last polled, how often in a row, and since when nobody could go on there.
+        self._polled_at, self._rounds = -1, 0
         self._since: float | None = None
         self.on_host()
 
@@ -97,25 +116,25 @@ class Liveness:
     def leave(self) -> None:
         self._mine[0] = GONE
 
-    def over(self) -> bool:
-        """Whether somebody has found that nobody can go on."""
-        return bool(self._over[0])
+    def deadlock_found(self) -> bool:
+        """Whether a rank, or a `DeadlockMonitor`, has found a deadlock."""
+        return bool(self._deadlock_found[0])
 
     def changes(self) -> int:
-        """How often all ranks have changed memory."""
+        """How often all ranks together have changed memory."""
         return int(self._ranks[:, 1].sum())
 
-    def polls(self, changes: int) -> bool:
-        """The host of this rank looks in vain, at this count of changes, and long since: can anybody go on?"""
+    def host_polls(self, changes: int) -> bool:
+        """The host of this rank has long polled in vain, at this sum of changes. Is it a deadlock?"""
         self._mine[2:] = changes, _milliseconds()
         self._mine[0] = POLLS
         doing = self._ranks[:, 0]
         if (self._stuck(changes) | (doing == MEETS) | (doing == GONE)).all() and self.changes() == changes:
-            self._over[0] = 1
-        return self.over()
+            self._deadlock_found[0] = 1
+        return self.deadlock_found()
 
     def _stuck(self, changes: int) -> np.ndarray:
-        """Which ranks poll in vain at this count of changes."""
+        """By rank: whether its kernel or its host polls in vain, at this sum of changes."""
         doing, at, when = self._ranks[:, 0], self._ranks[:, 2], self._ranks[:, 3]
         looks = (doing == POLLS) & (_milliseconds() - when < 1000 * LOOKING_S)
         return ((doing == STUCK) | looks) & (at == changes)
@@ -124,24 +143,25 @@ class Liveness:
         """This rank has changed memory."""
         self._mine[1] += 1
 
-    def is_over(self, repeats: int) -> bool:
-        """All programs of this rank have polled in vain, each ``repeats`` times in a row: can anybody go on?"""
-        changes = int(self._ranks[:, 1].sum())
-        if changes != self._unchanged_at:
-            self._unchanged_at, self._rounds, self._since = changes, 0, None
+    def is_deadlocked(self, repeats: int) -> bool:
+        """All programs of this rank have polled in vain, each ``repeats`` times in a row. Is it a deadlock?"""
+        changes = self.changes()
+        if changes != self._polled_at:
+            self._polled_at, self._rounds, self._since = changes, 0, None
         self._rounds += 1
-        # An atomic operation that changes nothing is no wait, but who does it so often in a row is waiting.
+        # One atomic operation that changes nothing is no wait. So many in a row are.
         if min(self._rounds, repeats) < ENOUGH:
             self._mine[0] = RUNS
-            return self.over()
+            return self.deadlock_found()
         self._mine[0], self._mine[2] = STUCK, changes
         doing, stuck = self._ranks[:, 0], self._stuck(changes)
-        if not (stuck | (doing == MEETS) | (doing == GONE)).all() or int(self._ranks[:, 1].sum()) != changes:
+        if not (stuck | (doing == MEETS) | (doing == GONE)).all() or self.changes() != changes:
             self._since = None
         elif stuck.all():
-            self._over[0] = 1
+            self._deadlock_found[0] = 1
         else:
+            # Some hosts wait for others: one of them may be about to go on, as its collective is complete.
             self._since = self._since or time.monotonic()
             if time.monotonic() - self._since > LEAVING_S:
-                self._over[0] = 1
-        return self.over()
+                self._deadlock_found[0] = 1
+        return self.deadlock_found()

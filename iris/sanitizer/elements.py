@@ -1,6 +1,6 @@
-"""Which element of a tensor a byte of its memory is in, by the text that names the tensor: ``int32[4, 8]``.
+"""Which element of a tensor a byte of its memory belongs to, by the text that names the tensor: ``int32[4, 8]``.
 
-The tensors of the heap are contiguous. Of others, the text is of their storage if they are not.
+The tensors of the heap are contiguous. For another tensor that is not, the text describes its storage.
 """
 
 import math
@@ -12,7 +12,7 @@ _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
 
 
 def element(tensor: str, byte: int) -> str:
-    """``, element [1, 5]``; of a tensor without dimensions, or what is no tensor, nothing."""
+    """``, element [1, 5]``; nothing if the tensor has no dimensions, or if the text names no tensor."""
     parts = _parts(tensor)
     if parts is None or not parts[1]:
         return ""
@@ -25,7 +25,7 @@ def element(tensor: str, byte: int) -> str:
 
 
 def number_of(tensor: str, distance: int) -> str:
-    """``3 elements``: how many of the tensor's are in so many bytes; bytes, if they are not whole."""
+    """``3 elements``: so many bytes as elements of the tensor, or as bytes if they are not whole elements."""
     size, _ = _parts(tensor) or (1, ())
     number, rest = divmod(distance, size)
     unit = "byte" if rest or _parts(tensor) is None else "element"
@@ -34,7 +34,7 @@ def number_of(tensor: str, distance: int) -> str:
 
 
 def _parts(tensor: str) -> tuple[int, list[int]] | None:
-    """The bytes of an element, and the shape."""
+    """The bytes of an element, and the shape; None if the text names no tensor."""
     found = _TENSOR.match(tensor)
     if found is None:
         return None

@@ -1,7 +1,14 @@
-"""What a rank notes down while it runs, for `iris.sanitizer.analysis` to read.
+"""The events that a rank records while it runs, and that `iris.sanitizer.analysis` reads.
 
-A rank's events are in the order in which it did them: one thread of it runs at a time. What orders ranks, an atomic
-operation or a word that carries its own arrival, has a number besides, from one counter of all ranks.
+A rank's events are in the order in which it did them. Operations that order ranks, such as atomic ones, also have a
+number from one counter of all ranks.
+
+Many events say who did something by two numbers: ``launch`` and ``program``.
+
+* A launch's number counts from 1. 0 stands for the host.
+* A program's number counts from 1, first the programs of the grid, then their partitions.
+* An asynchronous operation, such as a copy by TMA, has a negative number in place of a program's.
+* A thread of the host has a number too: `HOST` for the one that made the context, others from 1.
 """
 
 import operator
@@ -12,23 +19,21 @@ import numpy as np
 from iris.simulator.lines import Line
 
 HOST = 0
-"""In the place of a program's number, which counts from 1: what the host does with torch.
-
-Events of the host's are of launch 0; other threads of Python than the one that made the context have numbers from 1.
-"""
+"""The number of the host's thread that made the context."""
 
 PRIVATE = "private"
-"""In the place of a mapping's name: memory of one process alone, whose offsets are its addresses."""
+"""The name, in a space, of memory that one process has for itself. Offsets are then addresses."""
 
 
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 
 class Place(NamedTuple):
-    """Where something was done. A rank numbers its places; events name them by number.
+    """Where something was done. Each rank numbers its places, and events name them by number.
 
-    ``caller``: of what the library's kernels do, the line that called the library; of what a kernel's functions do,
-    the line of the kernel. ``call``: that goes on beside its thread, in words; the line is the one that made it.
+    ``kernel``: its name, or None for the host. ``caller``: in a kernel of the library, the line that called the
+    library; in a function that a kernel calls, the kernel's line. ``call``: the asynchronous call that did it, in
+    words, if one did; ``line`` is then the one that made the call.
     """
 
     kernel: str | None
@@ -38,9 +43,10 @@ class Place(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Bytes of one space: from each of ``begins`` to each of ``ends``, offsets, ascending.
+    """Bytes of one space: from each of ``begins`` up to that of ``ends``. These are offsets, ascending.
 
-    ``space``: the memory of one rank in a mapping that a group shares, or of one process alone.
+    ``space``: a name and a rank. It is that rank's part of a mapping that several ranks share, or, with the name
+    `PRIVATE`, all other memory of the rank.
     """
 
     space: tuple[str, int]
@@ -49,17 +55,17 @@ class Spans(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The place that has this number from here on."""
+    """From here on, this number names this place."""
 
     number: int
     place: Place
 
 
 class Allocated(NamedTuple):
-    """Memory of this rank. ``text``: its tensor; ``undefined``: nobody has written it.
+    """A tensor of this rank. ``text``: the tensor, in words. ``undefined``: nobody has written it.
 
-    ``new``: whatever was there before is gone. It is False for a kernel's argument where several threads are at work:
-    `Renewed` notes new memory then.
+    ``new``: its memory is new, so that what was there before is to be forgotten. It is False for an argument of a
+    kernel while several threads run; then `Renewed` says which memory is new.
     """
 
     spans: Spans
@@ -70,20 +76,20 @@ class Allocated(NamedTuple):
 
 
 class Renewed(NamedTuple):
-    """New memory of this process alone, whatever was there before."""
+    """Private memory of this process is new: what was there before is to be forgotten."""
 
     spans: Spans
 
 
 class Launched(NamedTuple):
-    """``dims``: of the grid; ``thread``: the host's that launches."""
+    """A launch begins. ``dims``: the grid. ``thread``: the host's thread that launches."""
 
     launch: int
     dims: tuple[int, int, int] = (1, 1, 1)
     thread: int = HOST
 
     def program_text(self, number: int) -> str:
-        """The program of this number, in words. Those of partitions follow those of the programs."""
+        """The program or partition of this number, in words."""
         (columns, rows, layers), index = self.dims, number - 1
         partition, index = divmod(index, columns * rows * layers)
         text = f"program {(index % columns, index // columns % rows, index // (columns * rows))}"
@@ -91,31 +97,41 @@ class Launched(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """All programs of a launch are over, and its thread of the host knows it."""
+    """All programs of a launch have ended, and the host's ``thread`` has waited for that."""
 
     launch: int
     thread: int = HOST
 
 
 class HostRelease(NamedTuple):
-    """A thread of the host releases what it knows: by a lock, an event, a queue or the like, which has this key."""
+    """A thread of the host releases into a lock, an event, a queue or the like, which this key names."""
 
     thread: int
     key: int
 
 
 class HostAcquire(NamedTuple):
-    """A thread acquires what others have released there."""
+    """A thread of the host acquires what was released there."""
 
     thread: int
     key: int
 
 
 class Accessed(NamedTuple):
-    """A load or store, or the host's with torch.
+    """A load or store of a program, or an access of the host by torch.
 
-    ``undefined``: what was read looks as if nobody had written it. ``blank``: the host made it zeros. ``number``: as of
-    `Synchronised`, for the read of a single element, which may be meant as a look at a flag. ``async_proxy``: by TMA.
+    Attributes
+    ----------
+    kind
+        READ, WRITE or UPDATE of `iris.observer`.
+    undefined
+        The values that were read look as if nobody had written them.
+    blank
+        The host wrote zeros.
+    number
+        As of `Synchronised`: for the read of a single element, which may be meant as a look at a flag.
+    async_proxy
+        It went through the async proxy (TMA).
     """
 
     launch: int
@@ -130,27 +146,50 @@ class Accessed(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """For a flag of so many bits that compares as ``cmp`` to ``wanted``, see `DeviceContext.wait`."""
+    """A wait for a flag of so many bits that compares as ``cmp`` to ``wanted``, see `DeviceContext.wait`."""
 
     cmp: str
     wanted: int
     bits: int
 
     def ends_at(self, value: int) -> bool:
+        """Whether the wait ends when the flag holds ``value``."""
         if self.cmp == "reached":
             return (value - self.wanted) % (1 << self.bits) < 1 << (self.bits - 1)
         return _COMPARISONS[self.cmp](value, self.wanted)
 
 
 class Synchronised(NamedTuple):
-    """An access that others may do at the same time: an atomic one, or of words that carry their own arrival.
+    """An access that synchronises: an atomic operation, or an access to data that contain their own flag.
 
-    ``number``: its place among those of all ranks. ``releases``, ``acquires``: as it was asked for, with ``scope``:
-    "cta", "gpu" or "sys". ``message``: words that carry their own arrival. ``gathered``: what other threads of the
-    block did before is released too. ``undefined``: as of `Accessed`. ``looks``: who waits may do this; a release that
-    adds to what is there, or takes its place, is no look. ``before``, ``after``: what a word held and holds, if it is
-    one. ``wait``: for what it is read. ``async_proxy``: by TMA. ``adds``: an update that adds to what is there.
-    ``dropped``: nobody uses what it returns. ``once``: the host looks, and does not wait.
+    Attributes
+    ----------
+    number
+        Its place among those of all ranks.
+    kind
+        READ, WRITE or UPDATE of `iris.observer`.
+    releases, acquires, scope
+        What the program asks for. ``scope`` is "cta", "gpu" or "sys".
+    message
+        It is of data that contain their own flag (LL and Lamport protocols).
+    whole_cta
+        As a release it covers what all threads of the block did before.
+    undefined
+        As of `Accessed`.
+    may_wait
+        A wait may consist of such operations. A release that adds or exchanges is none.
+    before, after
+        The values before and after it, if it is of a single word.
+    wait
+        The wait that it is part of, if what ends that is known.
+    async_proxy
+        It went through the async proxy (TMA).
+    adds
+        It adds to the value, so that the difference does not depend on it.
+    dropped
+        Nobody uses what it returns.
+    once
+        The host looks once, and does not wait.
     """
 
     number: int
@@ -163,9 +202,9 @@ class Synchronised(NamedTuple):
     acquires: bool
     scope: str
     message: bool = False
-    gathered: bool = True
+    whole_cta: bool = True
     undefined: bool = False
-    looks: bool = True
+    may_wait: bool = True
     before: int | None = None
     after: int | None = None
     wait: Wait | None = None
@@ -175,15 +214,15 @@ class Synchronised(NamedTuple):
     once: bool = False
 
 
-class Gathered(NamedTuple):
-    """The threads of a program have met."""
+class CtaSynced(NamedTuple):
+    """The threads of a program have met in a barrier (``__syncthreads``)."""
 
     launch: int
     program: int
 
 
 class Forked(NamedTuple):
-    """A program goes on beside ``partitions`` of it, which have numbers like programs."""
+    """A program's ``partitions`` begin, beside its default partition, which keeps the program's number."""
 
     launch: int
     program: int
@@ -191,7 +230,7 @@ class Forked(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """All ``partitions`` of a program are done."""
+    """All ``partitions`` of a program have ended, and it goes on after them."""
 
     launch: int
     program: int
@@ -199,10 +238,9 @@ class Joined(NamedTuple):
 
 
 class Issued(NamedTuple):
-    """A program has issued what a GPU does beside it, a copy: from here on, and as ``operation``, like a program.
+    """A program has issued an asynchronous operation, such as a copy. From here on it acts as ``operation``.
 
-    ``key``: of those that have the same one, each ends before the next; another one for each mbarrier that signals the
-    end, or None.
+    ``key``: the mbarrier that signals its end, or None. Operations of a program that have the same key end in order.
     """
 
     launch: int
@@ -212,7 +250,7 @@ class Issued(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """A program, or an operation, knows that ``operation`` is over."""
+    """A program, or another operation, has waited for ``operation``."""
 
     launch: int
     program: int
@@ -220,10 +258,7 @@ class Awaited(NamedTuple):
 
 
 class MbarrierArrive(NamedTuple):
-    """A program, one of its partitions, or an operation, arrives at an mbarrier; ``ends``: that ends its phase.
-
-    ``key``: another one for each mbarrier.
-    """
+    """A program or an operation arrives at the mbarrier that ``key`` names. ``ends``: this ends the phase."""
 
     launch: int
     program: int
@@ -232,7 +267,7 @@ class MbarrierArrive(NamedTuple):
 
 
 class MbarrierWait(NamedTuple):
-    """A program, or one of its partitions, has waited for a phase of the mbarrier."""
+    """A program has waited for a phase of the mbarrier."""
 
     launch: int
     program: int
@@ -240,23 +275,23 @@ class MbarrierWait(NamedTuple):
 
 
 class Fenced(NamedTuple):
-    """A program orders all that it did before all that it will do, at system scope."""
+    """A memory fence of a program, at system scope."""
 
     launch: int
     program: int
 
 
 class ProxyFenced(NamedTuple):
-    """A program orders what comes before it, by loads and stores, before the copies by TMA that it will issue."""
+    """A proxy fence of a program: orders earlier loads and stores before later copies by TMA."""
 
     launch: int
     program: int
 
 
 class CollectiveEnter(NamedTuple):
-    """The host enters a collective, or sends a message, and goes on. Each has a ``key`` of its own.
+    """The host enters a collective, or sends a message, which ``key`` names, and goes on.
 
-    ``last``: no rank could go on any more when it did.
+    ``last``: a deadlock of all ranks had been found before.
     """
 
     key: tuple
@@ -265,9 +300,9 @@ class CollectiveEnter(NamedTuple):
 
 
 class Awaiting(NamedTuple):
-    """The host waits until ``ranks`` have entered, or sent; any, if there are none.
+    """The host waits until all ``ranks`` have entered or sent; if there are none, until any rank has sent.
 
-    ``text``: for what, in words. ``last`` as in `CollectiveEnter`.
+    ``text``: the collective or message, in words. ``last``: as in `CollectiveEnter`.
     """
 
     key: tuple
@@ -278,10 +313,10 @@ class Awaiting(NamedTuple):
 
 
 class CollectiveDone(NamedTuple):
-    """The collective is done: what ``ranks`` did before they entered comes before what the host does from here on.
+    """The collective is done, for this rank: what ``ranks`` did before they entered happens before what follows.
 
-    Between the two events a kernel may have run that another thread has launched. ``ranks``: those that this rank got
-    data of. ``receivers``: how many ranks get data of any other, and so have this event.
+    ``ranks``: those whose data this rank has got. ``receivers``: how many ranks get any data, and so have this event.
+    Since `CollectiveEnter`, kernels of other threads may have run.
     """
 
     key: tuple
@@ -291,9 +326,9 @@ class CollectiveDone(NamedTuple):
 
 
 class SharedRace(NamedTuple):
-    """Two accesses to a program's shared memory: by which partition, what it does, and where; and what is missing.
+    """A race between two accesses to a program's shared memory. Each is a partition, a verb and the number of a place.
 
-    ``program``: that of the second, in words.
+    ``program``: that of the second, in words. ``missing``: what would order them, in words.
     """
 
     kind: str
@@ -304,9 +339,9 @@ class SharedRace(NamedTuple):
 
 
 class Diagnostic(NamedTuple):
-    """A mistake that shows on one rank alone. ``place``: None if there is none to name.
+    """A mistake that needs no analysis: a rank has found it while it ran. ``place``: None if there is none to name.
 
-    ``program``: which one, in words. ``places``: of a mistake that all ranks make together, where each does.
+    ``program``: which one, in words. ``places``: of a mistake that all ranks make together, where each makes it.
     """
 
     kind: str
@@ -317,9 +352,9 @@ class Diagnostic(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A program that waits, or the host, when nobody can go on any more. ``flag``: what it waits for, in words.
+    """In a deadlock: programs that wait, or the host. ``text``: for what, in words. ``flag``: the flag, in words.
 
-    ``outside``: it waits for what is in no tensor, which is reported as a mistake of its own.
+    ``outside``: the flag is in no tensor, which is reported as a mistake of its own.
     """
 
     kernel: str | None

@@ -1,7 +1,10 @@
-"""What is wrong, said once each: kinds, sentences and places."""
+"""Words the reports: collects what the analysis has found, says each mistake once, and names its lines.
+
+The kinds, such as "race/missing-acquire", are those of docs/debugging.md.
+"""
 
 import json
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
@@ -13,8 +16,9 @@ from iris.sanitizer.elements import element
 from iris.sanitizer.events import PRIVATE, Diagnostic, Place, SharedRace, Spans, Waiting
 from iris.simulator.lines import Line
 
-# Of a race that shows in several ways, the one that says most of its cause.
-TELLING = (
+# Between two lines there may be races of several kinds. The one that comes first here is reported: it says most of the
+# cause.
+PRIORITY = (
     "race/scope",
     "race/missing-release",
     "race/missing-acquire",
@@ -31,10 +35,11 @@ REMEDIES = {
     "race": "no release and acquire, and no barrier, orders them",
     "race/missing-proxy-fence": "a copy by TMA, unlike a load, needs ctx.order_bulk_copies() before it",
 }
-FLAGGED = ("race/scope", "race/missing-release", "race/missing-acquire")
+# The kinds whose report names the flag.
+WITH_FLAG = ("race/scope", "race/missing-release", "race/missing-acquire")
 UNAWAITED = "nobody has waited for the call in between, as its wait() would"
 LOST = "both are atomic, but at a scope that does not hold both programs, as 'sys' would, so one may be lost"
-# Of a deadlock, so many waits are described in full for each place.
+# For each place of a deadlock, so many waits are described in full.
 MOST_AT_A_PLACE = 8
 
 
@@ -55,10 +60,10 @@ class Finding:
 
 
 def united(findings: list[Finding]) -> list[Finding]:
-    """Those of several launches: a mistake that shows at the same lines in some of them is said once."""
+    """The findings of several launches. A mistake that several of them have at the same lines is reported once."""
     known: dict[tuple, Finding] = {}
     for finding in findings:
-        # Which ranks are the example, and which of two accesses was seen first, differs from launch to launch.
+        # Not by the ranks of the example, nor by which access was seen first: these differ from launch to launch.
         lines = frozenset((what.partition(",")[0], line) for what, line in finding.places)
         same = known.setdefault((finding.kind, lines or finding.sentence), finding)
         if same is not finding:
@@ -72,6 +77,7 @@ def as_json(findings: list[Finding]) -> str:
 
 
 def where(place: Place) -> str:
+    """The line of ``place``, with its caller's, as a report shows it."""
     called = f", called by {line_text(place.caller)}" if place.caller else ""
     return line_text(place.line) + called
 
@@ -82,7 +88,7 @@ def line_text(line: Line) -> str:
 
 
 class _Example(NamedTuple):
-    """A race at the byte at ``offset`` of ``space``; ``flag``: by which the later side might know of the first."""
+    """A race at the byte at ``offset`` of ``space``. ``flag``: the one that would order the two sides."""
 
     sides: tuple[Side, Side]
     space: tuple[str, int]
@@ -91,9 +97,19 @@ class _Example(NamedTuple):
     flag: Carrier | None
 
 
+class _Allocation(NamedTuple):
+    """A tensor's memory, from offset ``begin`` to ``end`` of its space. ``text``: the tensor, in words."""
+
+    begin: int
+    end: int
+    text: str
+    place: Place
+    undefined: bool
+
+
 @dataclass
 class _Race:
-    """All races between two lines in one tensor: how many of each kind, and the first of it."""
+    """All races between two lines in one tensor: how many of each kind, and the first of each as an example."""
 
     kinds: Counter = field(default_factory=Counter)
     examples: dict[str, _Example] = field(default_factory=dict)
@@ -101,26 +117,27 @@ class _Race:
 
 
 class Findings:
-    """Collects them; the same one is reported once."""
+    """Collects mistakes. The same one is reported once."""
 
     def __init__(self) -> None:
         self._races: dict[tuple, _Race] = {}
         self._others: dict[tuple, Finding] = {}
         self._waiting: dict[tuple, tuple[int, Waiting]] = {}
-        # By space: where each allocation begins, and what it is.
+        # By space: the latest allocation at each offset, and these offsets in order.
+        self._allocated: dict[tuple[str, int], dict[int, _Allocation]] = defaultdict(dict)
         self._begins: dict[tuple[str, int], list[int]] = defaultdict(list)
-        self._allocated: dict[tuple[str, int], dict[int, tuple[int, str, Place, bool]]] = defaultdict(dict)
 
     def allocated(self, spans: Spans, text: str, place: Place, undefined: bool) -> None:
+        """There is a new tensor: reports name the memory by it."""
         begin, end = int(spans.begins[0]), int(spans.ends[0])
         if begin not in self._allocated[spans.space]:
-            self._begins[spans.space].insert(bisect_right(self._begins[spans.space], begin), begin)
-        self._allocated[spans.space][begin] = end, text, place, undefined
+            insort(self._begins[spans.space], begin)
+        self._allocated[spans.space][begin] = _Allocation(begin, end, text, place, undefined)
 
-    def knows(self, spans: Spans) -> bool:
+    def has_allocation(self, spans: Spans) -> bool:
         """Whether there is an allocation of just these bytes."""
         known = self._allocated[spans.space].get(int(spans.begins[0]))
-        return known is not None and known[0] == int(spans.ends[0])
+        return known is not None and known.end == int(spans.ends[0])
 
     def add_race(
         self,
@@ -132,22 +149,25 @@ class Findings:
         remedy: str | None = None,
         flag: Carrier | None = None,
     ) -> None:
-        """``remedy``: what is said instead of what is said of the kind; ``flag``: by which the later might know."""
-        # Which of the two came first, on which ranks and in which element, is chance.
-        begin, text, *_ = self._allocation(space, offset) or (None, None)
-        key = frozenset((one.place, other.place)), space[0], text if space[0] == PRIVATE else begin
+        """``remedy``: a text in place of that of the kind. ``flag``: the one that would order the two sides."""
+        # Equal races differ, by chance, in which side came first, in their ranks and in their elements.
+        tensor = self._allocation(space, offset)
+        # (Offsets of private memory are addresses, which differ by chance, too.)
+        which = None if tensor is None else tensor.text if space[0] == PRIVATE else tensor.begin
+        key = frozenset((one.place, other.place)), space[0], which
         race = self._races.setdefault(key, _Race())
         race.kinds[kind] += 1
         race.examples.setdefault(kind, _Example((one, other), space, offset, remedy, flag))
         race.ranks |= {one.rank, other.rank}
 
     def add_undefined(self, side: Side, space: tuple[str, int], offset: int) -> None:
-        allocation = self._allocation(space, offset)
-        if allocation is None or not allocation[3]:
+        """``side`` has read what nobody has written. It is a mistake if the tensor was allocated so."""
+        tensor = self._allocation(space, offset)
+        if tensor is None or not tensor.undefined:
             return
         sentence = f"{side} {side.verb} {self._memory(space, offset)}, which nobody has written"
-        places = [(f"{side.verb}, rank {side.rank}", where(side.place)), ("allocated", where(allocation[2]))]
-        self._add("uninitialised", (side.place, allocation[1]), side.rank, sentence, places)
+        places = [(f"{side.verb}, rank {side.rank}", where(side.place)), ("allocated", where(tensor.place))]
+        self._add("uninitialised", (side.place, tensor.text), side.rank, sentence, places)
 
     def add_diagnostic(self, rank: int, event: Diagnostic, place: Place | None) -> None:
         if event.kind == "asymmetric":
@@ -159,7 +179,7 @@ class Findings:
         self._add(event.kind, (place,), rank, f"{who} {event.text}", places)
 
     def _add_asymmetric(self, rank: int, event: Diagnostic, place: Place) -> None:
-        """All ranks report it. Who has made no call that differs is where the ranks met."""
+        """All ranks report it. The place of a rank that made no differing call is where the ranks met."""
         at = dict(event.places)
         at.setdefault(rank, place.line)
         known = self._others.setdefault(("asymmetric",), Finding("asymmetric", event.text, []))
@@ -181,10 +201,12 @@ class Findings:
     def add_waiting(self, rank: int, event: Waiting) -> None:
         self._waiting[rank, event.place, event.flag] = rank, event
 
-    def sorted(self) -> list[Finding]:
-        return [*map(self._race, self._races.values()), *self._others.values(), *self._deadlock()]
+    def all(self) -> list[Finding]:
+        """Races first, and a deadlock last."""
+        return [*map(self._race_finding, self._races.values()), *self._others.values(), *self._deadlock_findings()]
 
     def _add(self, kind: str, key: tuple, rank: int, sentence: str, places: list[tuple[str, str]]) -> None:
+        """A mistake of this kind was seen. ``key``: what is equal for equal ones."""
         key = (kind, *key)
         if key in self._others:
             self._others[key].count += 1
@@ -193,16 +215,16 @@ class Findings:
         known = self._others[key]
         known.ranks = sorted({*known.ranks, rank})
 
-    def _race(self, race: _Race) -> Finding:
-        kind = min(race.kinds, key=TELLING.index)
+    def _race_finding(self, race: _Race) -> Finding:
+        kind = min(race.kinds, key=PRIORITY.index)
         (one, other), space, offset, remedy, flag = race.examples[kind]
         if kind == "race" and any(side.place.call for side in (one, other)):
             remedy = UNAWAITED
         remedy = remedy or REMEDIES[kind]
         places = [(f"{side.verb}, rank {side.rank}", where(side.place)) for side in (one, other)]
-        if kind in FLAGGED and flag is not None:
+        if kind in WITH_FLAG and flag is not None:
             remedy = remedy.format(flag=f"the flag between them, {self._memory(flag.space, flag.offset)},")
-            # Of each line, one rank is the example.
+            # One rank for each line, as an example.
             written = {where(each.place): each.rank for each in reversed(flag.writers)}
             places += [(f"writes the flag, rank {rank}", line) for line, rank in written.items()]
             places.append((f"reads the flag, rank {flag.reader.rank}", where(flag.reader.place)))
@@ -211,8 +233,8 @@ class Findings:
         text += remedy.format(flag="the flag between them")
         return Finding(kind, text, places, race.kinds.total(), sorted(race.ranks))
 
-    def _deadlock(self) -> list[Finding]:
-        # Where that is mended first, the others may go on.
+    def _deadlock_findings(self) -> list[Finding]:
+        # A wait for a flag outside of all tensors is a mistake of its own. Without it the others may go on.
         if not self._waiting or any(event.outside for _, event in self._waiting.values()):
             return []
         waits: list[str] = []
@@ -233,24 +255,24 @@ class Findings:
         ranks = sorted({rank for rank, _ in self._waiting.values()})
         return [Finding("deadlock", f"nobody can go on: {'; '.join(waits)}{more}", list(places), ranks=ranks)]
 
-    def _allocation(self, space: tuple[str, int], offset: int) -> tuple[int, str, Place, bool] | None:
-        """Of the tensor there: where it begins, its text, the line that made it, and whether it was left undefined."""
+    def _allocation(self, space: tuple[str, int], offset: int) -> _Allocation | None:
+        """The tensor that has this byte."""
         index = bisect_right(self._begins[space], offset) - 1
         if index < 0:
             return None
-        begin = self._begins[space][index]
-        end, text, place, undefined = self._allocated[space][begin]
-        return (begin, text, place, undefined) if offset < end else None
+        found = self._allocated[space][self._begins[space][index]]
+        return found if offset < found.end else None
 
     def _memory(self, space: tuple[str, int], offset: int) -> str:
+        """The byte's tensor and element, in words."""
         name, rank = space
-        allocation = self._allocation(space, offset)
-        if name == PRIVATE:
-            if allocation is None:
+        tensor = self._allocation(space, offset)
+        if tensor is None:
+            if name == PRIVATE:
                 return f"memory of rank {rank} alone at {offset:#x}"
-            begin, text, *_ = allocation
-            return f"{text} on rank {rank}{element(text, offset - begin) or f' at byte {offset - begin}'}"
-        if allocation is None:
             return f"the library's memory on rank {rank} at offset {offset:#x}"
-        begin, text, *_ = allocation
-        return f"{text} on rank {rank}{element(text, offset - begin)} (offset {offset:#x} of the heap)"
+        byte = offset - tensor.begin
+        within = element(tensor.text, byte)
+        if name == PRIVATE:
+            return f"{tensor.text} on rank {rank}{within or f' at byte {byte}'}"
+        return f"{tensor.text} on rank {rank}{within} (offset {offset:#x} of the heap)"

@@ -12,6 +12,6 @@ from iris.sanitizer.findings import Finding
 def iris_check() -> Callable[..., list[Finding]]:
     """Runs a program under the sanitizer: ``assert iris_check("program.py", "--rows", "8") == []``.
 
-    The program starts its own ranks. ``seed=`` lets its programs take turns by chance.
+    The program starts its own ranks. With ``seed=`` the schedule of its kernels is random.
     """
     return findings_of

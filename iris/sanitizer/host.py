@@ -1,4 +1,8 @@
-"""What the host does with torch to memory that ranks share."""
+"""Sees what the host does with torch: a torch dispatch mode, and functions in the place of some methods of tensors.
+
+`HostAccesses` looks at each operation of torch, and at what its schema says of its arguments: which it reads, and which
+it writes. It passes accesses to the recorder, and calls of ``torch.distributed`` to `Meetings`.
+"""
 
 import contextlib
 import functools
@@ -18,7 +22,7 @@ from iris.sanitizer.threads import Threads
 
 
 class AccessRecorder(MeetingRecorder, Protocol):
-    """The part of `iris.sanitizer.host_recorder.HostRecorder` that is told of accesses by the host."""
+    """The part of `iris.sanitizer.host_recorder.HostRecorder` to which accesses by the host are reported."""
 
     threads: Threads
 
@@ -32,7 +36,7 @@ class AccessRecorder(MeetingRecorder, Protocol):
 
 
 class HostAccesses(ObservingMode):
-    """Sees each of torch's operations once it has been broken down to those that touch memory."""
+    """The mode. It sees each operation of torch after that was broken down to those that access memory."""
 
     def __init__(self, recorder: AccessRecorder) -> None:
         super().__init__()
@@ -40,13 +44,13 @@ class HostAccesses(ObservingMode):
         self.meetings = Meetings(recorder, self.touch)
 
     def __enter__(self) -> "HostAccesses":
-        for name in _UNSEEN:
-            setattr(torch.Tensor, name, _looking(self, getattr(torch.Tensor, name)))
+        for name in _READ_METHODS:
+            setattr(torch.Tensor, name, _observed(self, getattr(torch.Tensor, name)))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.meetings.close()
-        for name, before in _UNSEEN.items():
+        for name, before in _READ_METHODS.items():
             if before is None:
                 delattr(torch.Tensor, name)
             else:
@@ -60,37 +64,40 @@ class HostAccesses(ObservingMode):
             given = list(zip(arguments_of(func), _given(func, args, kwargs), strict=False))
             return self.meetings.dispatch(func, args, kwargs, given)
         if name.endswith("_like") or name.startswith("new_"):
-            # Only the shape of what they are given counts.
+            # These read no values of their arguments, only the shape.
             return self._renewed(func, func(*args, **kwargs))
         if not all(map(has_memory, _tensors([*_given(func, args, kwargs)]))):
-            # Where torch traces, a tensor stands for another, and nothing is accessed.
+            # Torch traces: a tensor stands for another one, and nothing is accessed.
             return func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
-            # A new shape for what stays as it is.
+            # It only changes the shape.
             return func(*args, **kwargs)
         flags = []
         for argument, value in zip(arguments_of(func), _given(func, args, kwargs), strict=False):
-            # What is returned as it was given, or as a view of it, has not been read.
+            # An argument that is returned, itself or as a view, is not read.
             alias = argument.alias_info
             if alias is None or alias.is_write:
                 kind = READ if alias is None else WRITE if func in _OVERWRITE or argument.is_out else UPDATE
-                uses = _uses(func, args, kwargs, kind)
                 if kind == READ and self._recorder.may_be_flag(value):
                     flags.append(value)
-                elif args and value is args[0] and (func in indexed.READS or func in indexed.WRITES):
-                    if _is_seen(value):
-                        self._recorder.seen(value)
-                        where, size = indexed.addresses(func, args, kwargs), value.element_size()
-                        self._recorder.host_accessed(where, size, size if uses else 0, kind)
                 else:
-                    blank = func is _ZERO or (func is _FILL and args[1] == 0)
-                    self.touch(value, kind, uses, blank)
+                    self._touch_argument(func, args, kwargs, value, kind)
         with self._looking_at(flags):
             return self._renewed(func, func(*args, **kwargs))
 
+    def _touch_argument(self, func: Any, args: tuple, kwargs: dict, value: Any, kind: int) -> None:
+        """Record that ``func`` accesses one of its arguments; an operation with indices, only the elements of these."""
+        uses = _uses(func, args, kwargs, kind)
+        if not (args and value is args[0] and (func in indexed.READS or func in indexed.WRITES)):
+            self.touch(value, kind, uses, blank=func is _ZERO or (func is _FILL and args[1] == 0))
+        elif _is_recorded(value):
+            self._recorder.seen(value)
+            where, size = indexed.addresses(func, args, kwargs), value.element_size()
+            self._recorder.host_accessed(where, size, size if uses else 0, kind)
+
     @contextlib.contextmanager
     def _looking_at(self, flags: list[torch.Tensor]) -> Iterator[None]:
-        """Around an operation that reads these."""
+        """Around an operation that reads these tensors, which may hold flags."""
         if not flags:
             yield
             return
@@ -101,31 +108,32 @@ class HostAccesses(ObservingMode):
                 self._recorder.host_looked(number, flag)
 
     def _renewed(self, func: Any, result: Any) -> Any:
-        """``result``, in which ``func`` has allocated memory, that others may have used before."""
+        """``result``, after a note that its memory is new, if ``func`` has allocated it: it may have been another's."""
         if self._recorder.threads.several():
             values = result if isinstance(result, (list, tuple)) else [result]
             for returned, value in zip(results_of(func), values, strict=False):
                 if returned.alias_info is None:
-                    for tensor in filter(_is_seen, _tensors(value)):
+                    for tensor in filter(_is_recorded, _tensors(value)):
                         storage: Any = tensor.untyped_storage()
                         storage.iris_seen = True
                         self._recorder.renewed(storage.data_ptr(), storage.nbytes())
         return result
 
     def in_thread(self) -> "_InThread":
-        """Around what another thread of Python does."""
+        """A mode that sees what another thread of Python does."""
         return _InThread(self)
 
     def touch(self, value: Any, kind: int, uses: bool, blank: bool = False) -> None:
+        """Record an access to all tensors in ``value``. ``uses``: the values count. ``blank``: it writes zeros."""
         for tensor in _tensors(value):
-            if _is_seen(tensor):
+            if _is_recorded(tensor):
                 self._recorder.seen(tensor)
                 self._recorder.used(tensor, "reads" if kind == READ else "writes")
                 self._recorder.host_accessed(*runs(tensor), tensor.element_size() if uses else 0, kind, blank)
 
 
 class _InThread(ObservingMode):
-    """Hands the operations of one more thread to the process' `HostAccesses`: torch keeps modes by thread."""
+    """Passes the operations of one more thread to the process' `HostAccesses`. (Torch has its modes by thread.)"""
 
     def __init__(self, accesses: HostAccesses) -> None:
         super().__init__()
@@ -136,14 +144,14 @@ class _InThread(ObservingMode):
         return HostAccesses.__torch_dispatch__(self._accesses, func, types, args, kwargs)
 
 
-# Ways to read a whole tensor that are no operations of torch's; None: inherited. `cpu` is one of them, since it copies
-# nothing of a tensor that is on the CPU. What numpy does with the memory afterwards is not seen.
+# Methods that read a whole tensor without an operation of torch. (`cpu` of a tensor on the CPU copies nothing.) With
+# those that torch.Tensor itself has; None if it inherits it. What numpy does with the memory afterwards is not seen.
 _READS = ("tolist", "__repr__", "__reduce_ex__", "numpy", "__array__", "cpu")
-_UNSEEN = {name: vars(torch.Tensor).get(name) for name in _READS}
+_READ_METHODS = {name: vars(torch.Tensor).get(name) for name in _READS}
 
 
-def _looking(accesses: HostAccesses, method: Callable) -> Callable:
-    """``method``, with a note of it."""
+def _observed(accesses: HostAccesses, method: Callable) -> Callable:
+    """``method``, one of `_READS`, which is recorded as a read."""
 
     @functools.wraps(method)
     def look(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +159,7 @@ def _looking(accesses: HostAccesses, method: Callable) -> Callable:
             return method(tensor, *args, **kwargs)
         flags = [tensor] if accesses._recorder.may_be_flag(tensor) else []
         if not flags:
-            # What is printed, or copied, without having been written harms nobody.
+            # To print or copy what nobody has written does no harm.
             accesses.touch(tensor, READ, uses=method.__name__ in ("tolist", "__reduce_ex__"))
         with accesses._looking_at(flags):
             return method(tensor, *args, **kwargs)
@@ -171,9 +179,9 @@ _OVERWRITE = (_ZERO, _FILL, torch.ops.aten.fill_.Tensor, torch.ops.aten.copy_.de
 
 
 def _uses(func: Any, args: tuple, kwargs: dict, kind: int) -> bool:
-    """Whether it matters what was in memory to which ``func`` does this."""
+    """Whether the result depends on what was in memory that ``func`` reads, writes or updates."""
     if kind == READ:
-        # A copy of what nobody has written harms nobody before it is used.
+        # A copy of what nobody has written does no harm before it is used.
         return func not in _COPIES
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     return kind == UPDATE and not is_random and not indexed.replaces(func, args, kwargs)
@@ -185,7 +193,8 @@ def _given(func: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
         yield args[index] if index < len(args) else kwargs.get(argument.name)
 
 
-def _is_seen(tensor: torch.Tensor) -> bool:
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether accesses to this tensor are recorded."""
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() > 0
 
 
@@ -194,7 +203,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def runs(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
-    """Where the tensor's elements lie, those side by side as one: addresses, and bytes at each."""
+    """Where the tensor's elements lie: addresses of contiguous runs, and the bytes of each run."""
     size, outer = tensor.element_size(), []
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent > 1 and stride * tensor.element_size() == size:

@@ -1,4 +1,8 @@
-"""Takes down what the host of a rank does: its accesses with torch, meetings, and memory that it allocates or uses."""
+"""Records what the host of a rank does: accesses by torch, collectives and messages, and memory that it allocates.
+
+`HostAccesses` and `Meetings` see what torch does, and call the methods here; so do the heap and the groups of ranks,
+through `iris.observer`. A *meeting* is a point where ranks wait for each other: a collective, or a message.
+"""
 
 import contextlib
 import ctypes
@@ -36,12 +40,12 @@ from iris.sanitizer.threads import Threads
 from iris.simulator import lines
 from iris.simulator.tasks import MOST_FLAGS
 
-# What the host may poll, as `DeviceContext.wait` does.
+# The dtypes of flags, as `DeviceContext.wait` takes them.
 _FLAGS = (torch.int32, torch.int64, torch.uint32, torch.uint64)
 
 
 class HostRecorder:
-    """The half of `iris.sanitizer.recorder.Recorder` that is of the host."""
+    """The half of `iris.sanitizer.recorder.Recorder` that is for the host."""
 
     notes: Notes
     threads: Threads
@@ -56,8 +60,9 @@ class HostRecorder:
     diagnose: Callable[[str, str, int | None], None]
 
     def host_accessed(self, addresses: np.ndarray, size: int, element: int, kind: int, blank: bool = False) -> None:
-        """With torch, ``size`` bytes at each of ``addresses``: elements of ``element`` bytes, or 0 if their values
-        are not used. Memory that is no mapping's is this rank's alone.
+        """The host has accessed ``size`` bytes at each of ``addresses``, by torch.
+
+        ``element``: the bytes of an element, or 0 if the values are not used. ``blank``: it wrote zeros.
         """
         place, thread = self._place(), self.threads.current()
         for spans in self._spaces.spans(addresses, size):
@@ -66,14 +71,14 @@ class HostRecorder:
                 undefined = element and any(uninitialised.seen_at(address, size, element) for address in addresses)
                 self.notes.add(Accessed(0, thread, place, spans, kind, bool(undefined), blank))
                 if kind == READ:
-                    self._polls.looked(int(addresses[0]), spans, lines.line_of(sys._getframe(1)))
+                    self._polls.looked(int(addresses[0]), spans, lines.user_line(sys._getframe(1)))
             elif self.threads.several() and size * len(addresses) <= uninitialised.LARGEST:
                 self.notes.add(Accessed(0, thread, place, spans, kind, False, blank))
         if kind != READ:
             self.liveness.changed()
 
     def may_be_flag(self, tensor: Any) -> bool:
-        """Whether who reads this may look at flags: at one, or in a loop that ends by what it sees at several."""
+        """Whether a read of this tensor may be a look at flags: at a single one, or at several in a loop that waits."""
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _FLAGS or not 0 < tensor.numel() <= MOST_FLAGS:
             return False
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
@@ -84,18 +89,18 @@ class HostRecorder:
 
     @staticmethod
     def _is_in_wait() -> bool:
-        """Whether the program looks in a loop that ends by what it sees; or in a function by which such a loop ends."""
-        line = lines.line_of(sys._getframe(2))
+        """Whether the program is in a loop that ends by what it sees, or in a function that such a loop calls."""
+        line = lines.user_line(sys._getframe(2))
         if line is None or loops.is_in_wait(line[0].co_filename, line[1]):
             return line is not None
-        return any(loops.ends_wait_at(code.co_filename, at) for code, at in lines.users_lines(sys._getframe(2)))
+        return any(loops.ends_wait_at(code.co_filename, at) for code, at in lines.user_lines(sys._getframe(2)))
 
     def host_looked(self, number: int, tensor: torch.Tensor) -> None:
-        """With torch, at what may be flags, while it held ``number``."""
+        """The host has read a tensor that may hold flags, by torch, while it held ``number``."""
         place, thread, (addresses, size) = self._place(), self.threads.current(), runs(tensor)
         values = b"".join(ctypes.string_at(address, size) for address in addresses.tolist())
         for spans in self._spaces.spans(addresses, size):
-            self._polls.looked(tensor.data_ptr(), spans, lines.line_of(sys._getframe(1)))
+            self._polls.looked(tensor.data_ptr(), spans, lines.user_line(sys._getframe(1)))
         key, found = (thread, place, tensor.data_ptr()), (self.notes.changes(), values, None)
         if self._polled.get(key) == found:
             return
@@ -125,7 +130,7 @@ class HostRecorder:
             )
 
     def numbered(self) -> contextlib.AbstractContextManager[int]:
-        """Around what orders ranks: see `Notes.numbered`."""
+        """Around an operation that orders ranks: see `Notes.numbered`."""
         return self.notes.numbered()
 
     def changed(self) -> None:
@@ -133,25 +138,25 @@ class HostRecorder:
         self.liveness.changed()
 
     def renewed(self, address: int, size: int) -> None:
-        """Torch has allocated this, if it is memory of this rank alone."""
+        """Torch has allocated this memory. It matters only if it is private."""
         (spans,) = self._spaces.spans(np.array([address], dtype=np.int64), size)
         if spans.space[0] == PRIVATE:
             self.notes.add(Renewed(spans))
 
     def seen(self, tensor: torch.Tensor) -> None:
-        """This tensor is used. At first sight its memory is new: torch's dispatcher has not made all that there are."""
+        """This tensor is used. At first sight its memory is new: not all tensors are made by torch's dispatcher."""
         if self.threads.several():
             storage: Any = tensor.untyped_storage()
-            # Of two threads that see it at once, only the first may note it: a second note, after what the other has
-            # done, would hide a race. So nobody goes on before that note is there.
+            # If two threads see it at once, it may be noted only once, and before either goes on. A note that comes
+            # after an access would make the analysis forget that access, and hide a race.
             with self._first_sight:
                 if not hasattr(storage, "iris_seen"):
                     storage.iris_seen = True
                     self.renewed(storage.data_ptr(), storage.nbytes())
 
     def begun(self, name: str, stream: Any = None) -> Call:
-        """The host makes a call of ``torch.distributed`` that goes on beside it; ``stream``: on which, if on one."""
-        line = lines.known(lines.line_of(sys._getframe(1)))
+        """The host makes an asynchronous call of ``torch.distributed``. ``stream``: the one that it is on, if any."""
+        line = lines.as_line(lines.user_line(sys._getframe(1)))
         place = self.notes.number_of(Place(None, line, call=f"torch.distributed's {name}"))
         return self.threads.begin(place, stream)
 
@@ -174,20 +179,20 @@ class HostRecorder:
         return carry_out, sign
 
     def ended(self, handle: Any) -> None:
-        """The current thread knows that the call is over of which ``handle`` is."""
+        """The current thread has learned that the call of this handle is over."""
         self._host.meetings.end(handle, lambda: True, only_looks=True)
 
     def promised(self, handle: Any, future: Any) -> None:
-        """``future`` is of the call of which ``handle`` is."""
+        """``future`` completes with the call of this handle."""
         self._host.meetings.promised([handle], future)
 
     def collective_entered(self, key: tuple) -> None:
-        """The host enters a collective, or sends a message, for which it does not wait here."""
-        self.notes.add(CollectiveEnter(key, self.liveness.over(), self.threads.current()))
+        """The host enters a collective or sends a message, and does not wait for it here."""
+        self.notes.add(CollectiveEnter(key, self.liveness.deadlock_found(), self.threads.current()))
 
     @contextlib.contextmanager
     def meeting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
-        """While this lasts the host is in a meeting of ``ranks``, for what ``text`` says."""
+        """Around a meeting of ``ranks``: the host enters, and waits for the others. ``text``: what it is for."""
         self.collective_entered(key)
         with self.awaiting(key, ranks, text):
             yield
@@ -195,26 +200,26 @@ class HostRecorder:
 
     @contextlib.contextmanager
     def sending(self, key: tuple, ranks: tuple[int, ...], text: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """The host sends what is in ``tensors`` along a rail; while this lasts it waits for ``ranks`` to do alike."""
+        """The host sends ``tensors`` over a rail. While this lasts it waits until ``ranks`` have sent, too."""
         self._host.touch(tensors, READ, uses=False)
         self.collective_entered(key)
         with self.awaiting(key, ranks, text):
             yield
 
     def received(self, key: tuple, sources: tuple[int, ...], receivers: int, tensors: Sequence[torch.Tensor]) -> None:
-        """What ``sources`` have sent is in ``tensors``. ``receivers``: see `CollectiveDone`."""
+        """``tensors`` have received what ``sources`` have sent. ``receivers``: see `CollectiveDone`."""
         if sources:
             self.collective_done(key, sources, receivers)
         self._host.touch(tensors, WRITE, uses=False)
 
     def collective_done(self, key: tuple, ranks: tuple[int, ...], receivers: int) -> None:
-        """The host knows what ``ranks`` did before they entered, or sent. ``receivers``: see `CollectiveDone`."""
+        """What ``ranks`` did before they entered or sent happens before what follows: see `CollectiveDone`."""
         self.notes.add(CollectiveDone(key, ranks, receivers, self.threads.current()))
 
     @contextlib.contextmanager
     def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
-        """While this lasts the host waits until ``ranks`` have entered, or sent; any, if there are none."""
-        self.notes.add(Awaiting(key, ranks, self._place(), text, self.liveness.over()))
+        """While this lasts the host waits until all ``ranks`` have entered or sent; without ranks, until any has."""
+        self.notes.add(Awaiting(key, ranks, self._place(), text, self.liveness.deadlock_found()))
         try:
             with self.threads.meeting():
                 self.settled()
@@ -223,7 +228,7 @@ class HostRecorder:
             self.liveness.on_host()
 
     def settled(self) -> None:
-        """While the host is in a meeting, another thread of it may do what other ranks wait for."""
+        """A thread has begun or ended to wait. If one is in a meeting, the rank waits unless another may still help."""
         if self.threads.any_in_meeting():
             self.liveness.on_host() if self.threads.may_help(set()) else self.liveness.meets()
 
@@ -235,8 +240,8 @@ class HostRecorder:
         self.bounds.learn(spans)
         self.notes.add(Allocated(spans, text, self._place(), undefined))
 
-    def given(self, name: str, tensor: torch.Tensor) -> None:
-        """A launch begins that has this argument. Of memory that is this rank's alone, that is all that one knows."""
+    def kernel_argument(self, name: str, tensor: torch.Tensor) -> None:
+        """A launch begins that has this argument. If it is private memory, a report calls it by the argument's name."""
         self.used(tensor, f"gives a kernel as {name!r}")
         if tensor.numel() and tensor.layout == torch.strided:
             self.seen(tensor)
@@ -250,7 +255,10 @@ class HostRecorder:
                 self.notes.add(Allocated(spans, text, self._place(), False, not self.threads.several()))
 
     def used(self, tensor: torch.Tensor, verb: str) -> None:
-        """This tensor is used. If it was freed, its memory may be another's by now, and accesses look right."""
+        """This tensor is used. Report it if it was freed and another tensor has its memory: accesses look right then.
+
+        ``verb``: what is done, for the report.
+        """
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()

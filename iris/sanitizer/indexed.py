@@ -1,4 +1,4 @@
-"""Which elements of a tensor the host touches where an operation of torch takes indices or a mask."""
+"""Which elements of a tensor an operation of torch accesses if it takes indices or a mask."""
 
 from typing import Any
 
@@ -29,24 +29,24 @@ REPLACES = {
 }
 ADDS = {aten.index_add_.default, aten.scatter_add_.default}
 REPLACES_OR_ADDS = {aten.index_put_.default, index_put_impl_, aten.put_.default}
-"""By their fourth argument."""
+"""Their fourth argument, ``accumulate``, decides."""
 
 WRITES = REPLACES | ADDS | REPLACES_OR_ADDS
 
-# What these write, as their schemas name it.
+# The names, in schemas, of the arguments whose values these operations write.
 _VALUES = ("value", "values", "source", "src")
 
 
 def replaces(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether ``func`` takes nothing of what was where it writes."""
+    """Whether ``func`` writes without regard to what was there."""
     accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     return func in REPLACES or (func in REPLACES_OR_ADDS and not accumulates)
 
 
 def addresses(func: Any, args: tuple, kwargs: dict) -> np.ndarray:
-    """Those of the elements of its first argument that ``func``, of `READS` or `WRITES`, touches.
+    """The addresses of those elements of its first argument that ``func``, of `READS` or `WRITES`, accesses.
 
-    Seen by doing the same on numbers of elements, or on zeros that become ones.
+    They are found by experiment: a read is done on a tensor of the elements' numbers, a write of ones on zeros.
     """
     tensor, *rest = args
     if func in READS:

@@ -1,7 +1,8 @@
-"""Functions that stand in for those of `threading`, `queue` and executors, and note what these order.
+"""Functions in the place of those of `threading`, `queue` and executors. They record what these order.
 
-Each calls the function that it replaces. Where that lets other threads go on, the interceptor first releases what this
-thread knows; where this thread goes on by what others did, it acquires that afterwards. `Threads` puts them in place.
+(ThreadSanitizer calls such functions interceptors.) Each calls the function that it replaces. If that lets other
+threads go on, the interceptor releases before the call. If it makes this thread go on after others, the interceptor
+acquires after the call. `Threads` puts them in place.
 """
 
 import concurrent.futures
@@ -17,7 +18,7 @@ from iris.sanitizer.calls import Call
 
 
 class Threads(Protocol):
-    """What interceptors tell `iris.sanitizer.threads.Threads`, and ask it."""
+    """The part of `iris.sanitizer.threads.Threads` that interceptors use."""
 
     def start(self, thread: threading.Thread) -> None: ...
     def joining(self, thread: threading.Thread) -> contextlib.AbstractContextManager[None]: ...
@@ -107,7 +108,7 @@ def _wait(threads: Threads, method: Callable) -> Callable:
         threads.release(condition._lock)
 
         def is_idle() -> bool:
-            # Whom it notifies a condition no longer has among those that wait, before these have noticed.
+            # A thread that was notified is no longer among the condition's waiters, even before it has noticed.
             return len(condition._waiters) >= threads.idlers(condition)
 
         is_idle.waits_in = condition  # type: ignore[attr-defined]
@@ -163,7 +164,7 @@ def _submit(threads: Threads, method: Callable) -> Callable:
 
 
 class _Item:
-    """What an item of a queue comes with: who takes it knows what was done before it was put there, and no more."""
+    """An item of a queue. A thread that takes it acquires what was released when it was put there, and no more."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -172,7 +173,7 @@ class _Item:
 def _simple_queue(threads: Threads, kind: type) -> type:
     class SimpleQueue(kind):
         def __init__(self) -> None:
-            # Items that were put here, and that were taken.
+            # How many items were put here, and how many were taken.
             self._put, self._taken = itertools.count(), itertools.count()
             self.items_put = self.items_taken = 0
 
@@ -199,7 +200,7 @@ def _simple_queue(threads: Threads, kind: type) -> type:
     return SimpleQueue
 
 
-# Of what, which attribute, and how its interceptor is made from it.
+# Of what, which attribute, and what makes its interceptor from it.
 INTERCEPTORS: list[tuple[Any, str, Callable[[Threads, Any], Any]]] = [
     (threading.Thread, "start", _start),
     (threading.Thread, "join", _join),

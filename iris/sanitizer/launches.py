@@ -1,7 +1,7 @@
-"""A *launch*: ranks that were started together. Each is a world of its own, whose notes have a folder of their own.
+"""A folder of notes for each *launch* of ranks: ranks that a launcher has started together, and that form one world.
 
-A program may start ranks several times. Then groups, heaps and ranks have the same names again, and nothing of one
-launch is in any order with another's.
+A program may start ranks several times. Then groups, heaps and ranks have the same names again, and no access of one
+launch is ordered with any of another. So each launch is analysed by itself.
 """
 
 import os
@@ -16,10 +16,10 @@ _KEY = "iris/sanitizer/launch"
 
 
 def own_launch(folder: Path) -> Path:
-    """The folder of the launch that this process is a rank of, in that of the program: the same for all of its ranks.
+    """The folder of the launch that this process is a rank of, within the program's folder.
 
-    Not collective: the first rank that asks names it, in the store that all ranks of a launch share and no others.
-    Names sort in the order in which the launches began.
+    Not collective: the first rank that asks gives the name, in the store that the launch's ranks share. Names sort in
+    the order in which the launches began.
     """
     name = f"launch-{time.time_ns():020}-{os.getpid()}"
     if dist.is_initialized():

@@ -1,8 +1,8 @@
-"""Locks of the program: who takes one knows what was done before it was last given back.
+"""Locks of the program: a thread that takes one acquires what was released when it was last given back.
 
-`threading.Lock` makes a lock in C, whose methods nobody can replace. So while somebody wants to know, locks that the
-program makes are of the classes here. Others make their own locks as before: the library's, torch's and the standard
-library's, which `threads` knows by what they are for, and whose order no program may count on.
+The methods of a `threading.Lock` are in C, and cannot be replaced. So while the sanitizer records, a lock that the
+program makes is of a class here. Locks of the library, of torch and of the standard library stay as they are. What they
+order for the program is recorded by what they are used for (`interceptors`).
 """
 
 import _thread
@@ -15,18 +15,18 @@ from iris.simulator import lines
 
 
 class _Threads(Protocol):
-    """What a lock tells of itself to `iris.sanitizer.threads.Threads`."""
+    """The part of `iris.sanitizer.threads.Threads` that locks use."""
 
     def acquire(self, thing: Any) -> None: ...
     def release(self, thing: Any) -> None: ...
 
 
 threads: _Threads | None = None
-"""Learn who acquires a lock and who releases it."""
+"""Records the acquires and releases of locks, while the sanitizer records."""
 
 
 class _InterceptedLock:
-    """A lock whose calls the sanitizer sees. ``_lock``: the one in C."""
+    """A lock whose calls are recorded. ``_lock``: the one in C."""
 
     _lock: Any
 
@@ -71,6 +71,7 @@ class RLock(_InterceptedLock):
         self._lock = _thread.RLock()
 
 
+# Packages whose locks stay as they are.
 _OTHERS = frozenset({"iris", "torch", "triton", *sys.stdlib_module_names})
 
 _REPLACED = {"Lock": Lock, "RLock": RLock}
@@ -88,4 +89,5 @@ def restore() -> None:
 
 
 def _is_programs(frame: FrameType) -> bool:
+    """Whether the program makes a lock in this frame."""
     return lines.package_of(frame) not in _OTHERS

@@ -1,4 +1,7 @@
-"""The lines of a program's source that are in loops of the host which wait: these end by what they see."""
+"""Which lines of the host's source are in loops that may wait, that is, that end by what they see.
+
+Found by the syntax tree of the file, once for each file.
+"""
 
 import ast
 import functools
@@ -16,12 +19,12 @@ def is_in_wait(file: str, line: int) -> bool:
 
 
 def comparison_at(file: str, line: int) -> spinning.Comparison | None:
-    """That of a loop that spins, if all that it does with the one ``item()`` of this line is to compare it."""
+    """The condition of a loop that spins, if this line has its one ``item()``, which is only compared."""
     return _loops(file).comparisons.get(line)
 
 
 def ends_wait_at(file: str, line: int) -> bool:
-    """Whether such a loop ends by what this line gives: it is in its condition, or in that of its break."""
+    """Whether this line decides whether such a loop ends: it is in the loop's condition, or in that of a break."""
     return line in _loops(file).ends
 
 
@@ -57,7 +60,7 @@ def _loops(file: str) -> _Loops:
 
 
 def _lines_of_breaks(loop: ast.While | ast.For) -> set[int]:
-    """Of the conditions that the breaks and returns in a loop are under."""
+    """The lines of the conditions under which a loop is left by a break or return."""
     conditions = [node for node in ast.walk(loop) if isinstance(node, ast.If)]
     leaving = [node for node in conditions if any(isinstance(each, (ast.Break, ast.Return)) for each in node.body)]
     return set().union(*(_lines_of(node.test) for node in leaving))

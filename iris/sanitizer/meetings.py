@@ -1,7 +1,8 @@
-"""Where the host meets others by ``torch.distributed``: what its calls read and write, and whom they order.
+"""Calls of ``torch.distributed``: what they read and write, and which ranks they order.
 
-A call whose handle the program gets, as with ``async_op=True``, goes on beside the program until that has waited for it
-(`calls`): by the handle, or by a future of it.
+Such a call is a *meeting*: a collective or a message, in which ranks wait for each other. If the program gets its
+handle and goes on, as with ``async_op=True``, the call is asynchronous (`calls`) until the program has waited for it,
+by the handle or by a future of it. So methods of handles and futures are replaced while the sanitizer records.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ Touch = Callable[..., None]
 
 
 class MeetingRecorder(Protocol):
-    """The part of `iris.sanitizer.host_recorder.HostRecorder` that is told of meetings."""
+    """The part of `iris.sanitizer.host_recorder.HostRecorder` to which meetings are reported."""
 
     def begun(self, name: str, stream: Any = None) -> Call: ...
     def collective_entered(self, key: tuple) -> None: ...
@@ -38,11 +39,22 @@ class MeetingRecorder(Protocol):
 
 @dataclass(eq=False)
 class _Meeting:
-    """A call of torch.distributed: what it writes, for which ranks it may wait, and which ranks it orders.
+    """A call of torch.distributed.
 
-    ``ranks``: none of a message from any rank; then ``key`` has its group, the ranks of that, and its tag.
-    ``sources``: whose data it brings, None for all of ``ranks``. ``receivers``: how many ranks get data of any other.
-    ``call``: if it goes on beside its thread.
+    Attributes
+    ----------
+    outputs
+        The tensors that it writes.
+    text, key
+        The call, in words; and what names it on all ranks that take part. The key is empty if nothing is waited for.
+    ranks
+        For which it may wait. None for a message from any rank: then ``key`` has the group, its ranks, and the tag.
+    sources
+        The ranks whose data it brings; None for all of ``ranks``.
+    receivers
+        How many ranks get data of any other.
+    call
+        If it is asynchronous.
     """
 
     outputs: list
@@ -58,12 +70,12 @@ class _Meeting:
 
 
 class Meetings:
-    """Of one rank. ``touch(value, kind, uses)`` notes what is done to the tensors in ``value``."""
+    """The calls of one rank. ``touch(value, kind, uses)`` records an access to the tensors in ``value``."""
 
     def __init__(self, recorder: MeetingRecorder, touch: Touch) -> None:
         self._recorder, self._touch = recorder, touch
         self._counts: Counter[tuple] = Counter()
-        # By each handle of calls that have not ended: torch's, and futures of them.
+        # The calls for which nobody has waited, by each of their handles and futures.
         self._begun: dict[Any, tuple[_Meeting, ...]] = {}
         self._replaced = [(of, name, getattr(of, name)) for of, names, _ in _HANDLES for name in names]
         for of, names, instead in _HANDLES:
@@ -73,59 +85,30 @@ class Meetings:
     def close(self) -> None:
         for of, name, before in self._replaced:
             setattr(of, name, before)
-        # They were under way until now.
+        # Calls for which nobody has waited were under way until now.
         for meeting in {meeting for meetings in self._begun.values() for meeting in meetings}:
             if meeting.ranks or not meeting.key:
                 self._happened(meeting, None)
         self._begun.clear()
 
     def dispatch(self, func: Any, args: tuple, kwargs: dict, given: list[tuple[Any, Any]]) -> Any:
-        """A collective of torch's, or a message: a rank enters, or sends, here; what others did comes before its `end`.
+        """Make a call of torch.distributed. This rank enters or sends here; what others did comes before its `end`.
 
         ``given``: each argument of the operation's schema, with its value.
         """
-        group = next((g for argument, value in given if (g := _process_group(argument.name, value)) is not None), None)
-        ranks, here = () if group is None else _ranks_of(group), dist.get_rank()
-        name, operation = _name_of(group), operation_name(func).rstrip("_")
-        given_by_name = {argument.name: value for argument, value in given}
-        sources, receivers = rooted.data_sources(operation, given_by_name, ranks, here) if ranks else (None, 0)
-        sends = not (rooted.is_from_root(operation) and sources) and not operation.startswith("recv")
-        # Of what a collective of c10d writes, its schema says nothing but by names.
-        receives = func.namespace == "c10d" and operation not in ("send", "barrier")
-        outputs = [
-            value
-            for argument, value in given
-            if (argument.alias_info is not None and argument.alias_info.is_write)
-            or (receives and not argument.name.startswith("input"))
-        ]
-        text = f"{operation} of torch.distributed"
-        key: tuple | None = None
-        match operation:
-            case "send" if ranks:
-                # It may be over before it is received.
-                meeting, key = _Meeting(outputs), self._next_key(name, (here, ranks[args[2]]), args[3])
-            case "recv" if ranks:
-                source = ranks[args[2]]
-                meeting = _Meeting(outputs, text, self._next_key(name, (source, here), args[3]), (source,))
-            case "recv_any_source" if ranks:
-                # From whom it came is known when it is there.
-                meeting = _Meeting(outputs, f"{text} from any rank", (name, ranks, args[2]), ())
-            case _ if ranks:
-                key = self._next_key(name, ranks)
-                meeting = _Meeting(outputs, text, key, sources or ranks, sources, receivers)
-            case _:
-                meeting = _Meeting(outputs)
-        if _is_asynchronous(func, operation, given_by_name):
+        operation = operation_name(func).rstrip("_")
+        meeting, entered, sends = self._meeting_of(func, operation, args, given)
+        if _is_asynchronous(func, operation, {argument.name: value for argument, value in given}):
             meeting.call = self._recorder.begun(operation.strip("_"))
         with meeting.carried_out():
             for argument, value in given:
                 if sends and not argument.name.startswith("output"):
-                    # What is only moved harms nobody before it is used.
+                    # To move what nobody has written does no harm before it is used.
                     self._touch(value, READ, uses="reduce" in operation)
-            if key is not None:
-                self._recorder.collective_entered(key)
+            if entered is not None:
+                self._recorder.collective_entered(entered)
         if func.namespace != "c10d":
-            # It is waited for by an operation of its own; the simulator's have ended when they return.
+            # A functional collective. Another operation waits for it, but here it has ended when it returns.
             return self._wait(meeting, lambda: func(*args, **kwargs))
         result = func(*args, **kwargs)
         works = [work for value in flat(result) if (work := _work(value)) is not None]
@@ -135,12 +118,47 @@ class Meetings:
             self._wait(meeting, lambda: None)
         return result
 
+    def _meeting_of(
+        self, func: Any, operation: str, args: tuple, given: list[tuple[Any, Any]]
+    ) -> tuple[_Meeting, tuple | None, bool]:
+        """The call; the key by which this rank enters or sends, if it does; and whether the call reads its tensors."""
+        group = next((g for argument, value in given if (g := _process_group(argument.name, value)) is not None), None)
+        name, ranks, here = _name_of(group), () if group is None else _ranks_of(group), dist.get_rank()
+        arguments = {argument.name: value for argument, value in given}
+        sources, receivers = rooted.data_sources(operation, arguments, ranks, here) if ranks else (None, 0)
+        sends = not (rooted.is_from_root(operation) and sources) and not operation.startswith("recv")
+        # The schemas of c10d do not say what is written, except by the arguments' names.
+        receives = func.namespace == "c10d" and operation not in ("send", "barrier")
+        outputs = [
+            value
+            for argument, value in given
+            if (argument.alias_info is not None and argument.alias_info.is_write)
+            or (receives and not argument.name.startswith("input"))
+        ]
+        text = f"{operation} of torch.distributed"
+        match operation:
+            case "send" if ranks:  # args: tensors, group, destination, tag
+                # It need not wait until it is received.
+                return _Meeting(outputs), self._next_key(name, (here, ranks[args[2]]), args[3]), sends
+            case "recv" if ranks:  # args: tensors, group, source, tag
+                source = ranks[args[2]]
+                key = self._next_key(name, (source, here), args[3])
+                return _Meeting(outputs, text, key, (source,)), None, sends
+            case "recv_any_source" if ranks:  # args: tensors, group, tag
+                # Its source is known when it has come.
+                return _Meeting(outputs, f"{text} from any rank", (name, ranks, args[2]), ()), None, sends
+            case _ if ranks:
+                key = self._next_key(name, ranks)
+                return _Meeting(outputs, text, key, sources or ranks, sources, receivers), key, sends
+            case _:
+                return _Meeting(outputs), None, sends
+
     def begin(self, handle: Any, call: Call) -> None:
-        """``handle`` is of a call of this library's."""
+        """``handle`` is that of a call of this library's."""
         self._begun[handle] = (_Meeting([], call=call),)
 
     def end(self, handle: Any, wait: Callable[[], Any], only_looks: bool) -> Any:
-        """``wait`` waits for what ``handle`` is of, or asks whether that is over."""
+        """Call ``wait``: it waits for the calls of ``handle`` or, if it ``only_looks``, says whether they are over."""
         meetings = self._begun.get(handle)
         if meetings is None:
             return wait()
@@ -153,17 +171,20 @@ class Meetings:
         return self._wait(meetings[0], wait, meetings[1:])
 
     def promised(self, handles: Iterable[Any], future: Any) -> None:
-        """``future`` is of the calls of which ``handles`` are."""
+        """``future`` completes with the calls of these handles."""
         meetings = tuple(meeting for handle in handles for meeting in self._begun.get(handle, ()))
         if meetings:
             self._begun[future] = meetings
 
     def is_of_one(self, handle: Any) -> bool:
-        """Whether ``handle`` is of a call that has not ended."""
+        """Whether ``handle`` is that of a call for which nobody has waited."""
         return handle in self._begun
 
     def _next_key(self, group: str, ranks: tuple[int, ...], tag: int | None = None) -> tuple:
-        """The same on all who take part: calls of a group, and its messages of a tag one way, come in order."""
+        """The key of a call, the same on all ranks that take part.
+
+        It counts the calls of a group, and its messages of one tag from one rank to another: both come in order.
+        """
         key = ("torch.distributed", group, ranks, tag)
         self._counts[key] += 1
         return (*key, self._counts[key])
@@ -189,7 +210,10 @@ class Meetings:
                 del self._begun[handle]
 
     def _happened(self, meeting: _Meeting, work: dist.Work | None) -> None:
-        """What it wrote is there, and what the others did before they entered, or sent, comes before."""
+        """The call is over: its outputs are written, after what the others did before they entered or sent.
+
+        ``work``: its handle, which says from which rank a message came.
+        """
         key, sources = meeting.key, meeting.ranks if meeting.sources is None else meeting.sources
         if key and not meeting.ranks:
             assert work is not None
@@ -212,16 +236,16 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def _is_asynchronous(func: Any, operation: str, given: dict[str, Any]) -> bool:
-    """Whether this goes on beside the program."""
+    """Whether the program goes on before this call is over."""
     if func.namespace != "c10d" or operation == "barrier" or not goes_on_by_itself(given):
         return False
     return goes_to_the_program(sys._getframe(1))
 
 
 def goes_to_the_program(frame: FrameType | None) -> bool:
-    """Whether the program gets the handle of a call that was made here, and goes on before it waits.
+    """Whether the program gets the handle of a call that was made in ``frame``, and goes on before it waits.
 
-    What torch calls in C++, as its data parallel module and its functional collectives do, it waits for there.
+    Not if torch made the call in C++, as its data parallel module and its functional collectives do: it waits there.
     """
     while frame is not None and frame.f_code.co_filename.startswith(IRIS):
         frame = frame.f_back
@@ -229,7 +253,7 @@ def goes_to_the_program(frame: FrameType | None) -> bool:
 
 
 def _work(value: Any) -> dist.Work | None:
-    """The handle that an operation has returned, if it is one: the same object as its caller gets."""
+    """``value`` as a handle, if an operation has returned one: the same object as its caller gets."""
     try:
         return dist.Work.unbox(value) if isinstance(value, torch.ScriptObject) else None
     except (RuntimeError, TypeError):
@@ -249,7 +273,7 @@ def _process_group(name: str, value: Any) -> dist.ProcessGroup | None:
 
 
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """The ranks of the world that are in it; none if that is unknown."""
+    """The group's ranks, as numbers in the world; none if that is unknown."""
     try:
         return tuple(dist.get_process_group_ranks(group))
     except KeyError:
@@ -265,7 +289,7 @@ def _name_of(group: dist.ProcessGroup | None) -> str:
         return ""
 
 
-# Interceptors of methods of handles -----------------------------------------------------------------------------------
+# Functions in the place of methods of handles and futures -------------------------------------------------------------
 
 
 def _waiting(meetings: Meetings, method: Callable) -> Callable:
@@ -295,7 +319,7 @@ def _promising(meetings: Meetings, method: Callable) -> Callable:
 
 
 def _calling_back(meetings: Meetings, method: Callable) -> Callable:
-    """Whom a future calls back knows that it is over; so does who waits for what ``then`` returns."""
+    """A callback knows that its future is over; so does a thread that has waited for the future of ``then``."""
 
     @functools.wraps(method)
     def call_back(future: Any, callback: Callable) -> Any:
@@ -324,7 +348,8 @@ def _collecting(meetings: Meetings, function: Callable) -> Callable:
     return collect
 
 
-# (By `Work.synchronize` a program does not learn that a call is over: gloo's returns at once.)
+# What is replaced: of what, which attributes, and by what they are made. (`Work.synchronize` is not: gloo's returns at
+# once, so a program does not learn by it that a call is over.)
 _HANDLES = [
     (dist.Work, ("wait",), _waiting),
     (dist.Work, ("is_completed",), _looking),

@@ -1,4 +1,9 @@
-"""A rank's notes: a file of its events, in the order in which they were made, in a folder that all ranks share."""
+"""A rank's notes: its log of events (`iris.sanitizer.events`), a file in a folder that all ranks share.
+
+``rank<n>.events`` has the events of rank n, pickled one after the other. ``counter`` has two 64-bit numbers that all
+ranks count up together: the number of the next operation that orders ranks, and how often any rank has written to
+what others may poll.
+"""
 
 import contextlib
 import fcntl
@@ -16,25 +21,27 @@ from iris.sanitizer.events import Known, Place
 
 
 class Notes:
-    """Those of this process, as ``rank``, which it writes; and what the ranks count together."""
+    """The notes that this process writes, as ``rank``, and the counters of all ranks."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        # Launches of several threads of Python take turns, but what the host does in one goes on beside another's.
+        # Launches of several threads take turns, but their hosts' operations run at the same time.
         self._one_thread = threading.RLock()
         self._file = open(folder / f"rank{rank}.events", "ab")
         self._places: dict[Place, int] = {}
-        # The counters of all ranks: a file that is locked while one of them takes a number.
+        # The file of the counters is locked while a rank takes a number.
         self._lock = os.open(folder / "counter", os.O_RDWR | os.O_CREAT, 0o600)
-        # A page of a mapping for which the disk has no room would end the process when it is touched.
+        # Without room for it on the disk, a page of the mapping would kill the process when it is touched.
         os.posix_fallocate(self._lock, 0, 16)
         self._counter = mmap.mmap(self._lock, 16)
 
     def add(self, event: Any) -> None:
-        """Written at once: a race makes one rank fail, and whoever has started the others ends them on the spot. If a
-        release were lost with a rank, what others have acquired would look like a race, too.
+        """Write ``event`` to the file at once, not to a buffer alone.
+
+        A race may make one rank fail, and the launcher then kills the others. If a release were lost in a buffer, its
+        acquire would look like a race, too.
         """
         with self._one_thread:
-            if self._file.closed:  # by another thread than the one that goes on
+            if self._file.closed:  # another thread has closed it, and this one goes on
                 return
             try:
                 pickle.dump(event, self._file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -46,7 +53,7 @@ class Notes:
                 ) from error
 
     def number_of(self, place: Place) -> int:
-        """By which events name it."""
+        """The number by which events name ``place``."""
         with self._one_thread:
             if place not in self._places:
                 self._places[place] = len(self._places)
@@ -55,7 +62,7 @@ class Notes:
 
     @contextlib.contextmanager
     def numbered(self) -> Iterator[int]:
-        """While this lasts no other rank does anything that orders ranks."""
+        """Around an operation that orders ranks; gives its number. No other rank does such an operation meanwhile."""
         fcntl.lockf(self._lock, fcntl.LOCK_EX)
         try:
             (number,) = struct.unpack_from("q", self._counter)
@@ -69,7 +76,7 @@ class Notes:
         return struct.unpack_from("q", self._counter, 8)[0]
 
     def count_change(self) -> None:
-        """This one has; inside of `numbered`."""
+        """This rank has written to what others may poll. Call it inside `numbered`."""
         struct.pack_into("q", self._counter, 8, self.changes() + 1)
 
     @property
@@ -84,14 +91,14 @@ class Notes:
 
 
 def notes_in(folder: Path) -> dict[int, Iterator[Any]]:
-    """What the ranks have noted in a folder, by rank."""
+    """The events of each rank, from the files in ``folder``."""
 
     def events(path: Path) -> Iterator[Any]:
         with open(path, "rb") as file:
             while True:
                 try:
                     yield pickle.load(file)
-                except (EOFError, pickle.UnpicklingError):  # the process was ended while it wrote
+                except (EOFError, pickle.UnpicklingError):  # the end, or the process was killed while it wrote
                     return
 
     return {int(path.stem.removeprefix("rank")): events(path) for path in folder.glob("rank*.events")}

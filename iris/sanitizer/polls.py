@@ -1,7 +1,7 @@
-"""A host that looks at the same memory again and again waits for it to change, as a kernel does that polls a flag.
+"""Finds hosts that poll: that read the same memory again and again until it changes.
 
-It is known to wait once it has looked at the same bytes from the same line for some seconds, in which no rank has
-changed anything, and it has done nothing else. Whether anybody can go on then, `Liveness` knows.
+A host counts as polling if for some seconds it has read the same bytes in the same line, while no rank has changed any
+memory. `Liveness` then says whether that is a deadlock.
 """
 
 import threading
@@ -17,15 +17,15 @@ from iris.sanitizer.notes import Notes
 from iris.sanitizer.threads import Threads
 from iris.simulator import lines
 
-# Seconds after which it counts as waiting: programs that merely read the same memory often do other things meanwhile.
+# Seconds after which it counts as polling. A program that merely reads the same memory often changes some meanwhile.
 POLLING_S = 5.0
 
-# So many looks are remembered; who looks at more different things reads data.
+# So many reads are remembered. A host that reads more different things reads data, and no flags.
 MOST_LOOKS = 1 << 12
 
 
 class HostPolls:
-    """Of one rank's host, as long as its memory stays as it is."""
+    """What one rank's host has read since any rank last changed memory."""
 
     def __init__(self, liveness: Liveness, notes: Notes, threads: Threads) -> None:
         self._liveness, self._notes, self._threads = liveness, notes, threads
@@ -33,7 +33,7 @@ class HostPolls:
         self._changes, self._since, self._reported = -1, 0.0, False
 
     def looked(self, address: int, spans: Spans, line: tuple[CodeType, int] | None) -> None:
-        """The host has read ``spans``, which begin at ``address``, in a ``line``."""
+        """The host has read ``spans``, which begin at ``address``, in this line. Reports a deadlock if it is one."""
         what = line, spans.space, int(spans.begins[0]), int(spans.ends[-1])
         changes = self._liveness.changes()
         if changes != self._changes or len(self._looks) > MOST_LOOKS:
@@ -44,8 +44,8 @@ class HostPolls:
             return
         if self._threads.may_help({threading.current_thread()}):
             return
-        if self._liveness.polls(changes):
+        if self._liveness.host_polls(changes):
             self._reported = True
-            place = Place(None, lines.known(line))
+            place = Place(None, lines.as_line(line))
             flag = describe_address(address) or f"address {address:#x}"
             self._notes.add(Waiting(None, "the host", "polls what nobody will change any more", place, flag))

@@ -1,7 +1,7 @@
-"""Whose data a rank gets by a collective of torch's: all ranks', the root's alone, or of those that send to it.
+"""From which ranks a rank gets data by a collective of torch: from all, from the root alone, or from those that send.
 
-A rank that only sends may be done before anybody receives (NCCL's, "Collective Operations"; MPI 4.1, 6.1: the end of a
-call says nothing of other ranks but what its data depend on). So an edge goes where data go.
+A rank that only sends may be done before anybody receives: the end of a call says no more of other ranks than its data
+depend on (NCCL, "Collective Operations"; MPI 4.1, 6.1). So happens-before edges go where data go.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ def is_from_root(name: str) -> bool:
 def data_sources(
     name: str, arguments: dict[str, Any], ranks: tuple[int, ...], here: int
 ) -> tuple[tuple[int, ...], int]:
-    """The ``ranks`` of a group whose data the one that is ``here`` has at the end of the call; how many ranks get any.
+    """Those of a group's ``ranks`` whose data rank ``here`` has after the call; and how many ranks get any data.
 
-    ``name``: the operation's; ``arguments``: by their names in its schema.
+    ``name``: the operation's. ``arguments``: by their names in its schema.
     """
     if name.rstrip("_") in _FROM_ROOT + _TO_ROOT:
         root = ranks[arguments["src"] if "src" in arguments else arguments["root_rank"]]
@@ -32,7 +32,7 @@ def data_sources(
 
 
 def _parts(arguments: dict[str, Any]) -> list[int] | None:
-    """How much of an all-to-all comes from each rank, if it may be nothing."""
+    """Of an all-to-all: how much comes from each rank, if that may be nothing; else None."""
     if "output_split_sizes" in arguments:
         return list(arguments["output_split_sizes"]) or None
     if "input_tensors" in arguments and isinstance(arguments.get("output_tensors"), (list, tuple)):

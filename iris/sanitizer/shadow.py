@@ -1,8 +1,13 @@
-"""Of each byte: who wrote it last, who has read it since, and what has been released into it.
+"""Shadow memory: for each byte of all ranks, the last write, the accesses since, and what was released into it.
 
-Accesses have numbers. A byte holds the number of the last write; the number of a *set* of accesses since, reads and
-what is atomic; and the number of what was released. Sets are kept once each, and there are few. Memory appears in
-pieces as it is touched.
+It holds numbers, whose meaning `races` keeps. Per byte there are three:
+
+* the *writer*: the number of the access that wrote it last
+* the *set*: the number of a set of accesses since then, which are reads and atomic operations. Equal sets have one
+  number, and there are few.
+* the *release*: the number of the clocks that were released into it
+
+It is made in pieces, as memory is accessed.
 """
 
 from collections.abc import Iterator
@@ -11,14 +16,18 @@ import numpy as np
 
 from iris.sanitizer.events import Spans
 
+# A piece has 2 to this power bytes.
 PIECE_BITS = 24
 
 NOBODY = 0
-"""In the place of a writer: none that was seen since the memory was allocated."""
+"""The writer of a byte that nobody has written since it was allocated."""
 
 
 class Bytes:
-    """A part of one piece that an access touches: its offsets, and what is noted of each."""
+    """The bytes of one piece that an access touches, and their numbers.
+
+    ``index``: which bytes, within the piece. ``first``: the piece's offset.
+    """
 
     def __init__(
         self, writers: np.ndarray, sets: np.ndarray, releases: np.ndarray, index: "slice | np.ndarray", first: int
@@ -40,13 +49,13 @@ class Bytes:
             self._sets[self._index] = 0
 
     def forget(self) -> None:
-        """This is new memory, whatever was there before. Pages that nobody has touched stay so."""
+        """This is new memory, whatever was there before."""
         for values in (self._writers, self._sets, self._releases):
-            if values[self._index].any():
+            if values[self._index].any():  # pages that were never written are to stay without memory
                 values[self._index] = 0
 
     def releases(self) -> list[tuple[int, int]]:
-        """The number of each release into these bytes, and how many of them hold it."""
+        """Each release of these bytes, and how many of them have it."""
         values = self._releases[self._index]
         low = int(values.min())
         if low == int(values.max()):
@@ -61,7 +70,7 @@ class Bytes:
         self._replace(self._releases, new)
 
     def _replace(self, values: np.ndarray, new: dict[int, int]) -> None:
-        """Each number of these bytes that ``new`` has by another."""
+        """Replace each number that ``new`` has as a key by its value."""
         found = values[self._index]
         result = found.copy()
         for old, number in new.items():
@@ -69,6 +78,7 @@ class Bytes:
         values[self._index] = result
 
     def _distinct(self, values: np.ndarray) -> list[tuple[int, int]]:
+        """Each number, with the offset of a byte that has it."""
         low = int(values.min())
         if low == int(values.max()):
             return [(low, self._offset(0))]
@@ -81,12 +91,13 @@ class Bytes:
 
 
 class Shadow:
-    """All memory of all ranks."""
+    """The shadow of all memory of all ranks."""
 
     def __init__(self) -> None:
         self._pieces: dict[tuple, tuple[np.ndarray, ...]] = {}
 
     def bytes(self, spans: Spans) -> Iterator[Bytes]:
+        """The bytes of ``spans``, piece by piece."""
         begins, ends = spans.begins, spans.ends
         low, high = int(begins[0]) >> PIECE_BITS, int(ends[-1] - 1) >> PIECE_BITS
         if low == high:

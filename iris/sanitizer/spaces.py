@@ -1,7 +1,8 @@
-"""Whose memory an address is in.
+"""Turns addresses into spaces and offsets, which are the same on all ranks.
 
-What ranks share lies elsewhere in each process, so what is noted of it are offsets in one rank's part of a mapping.
-Such a part is a space, and so is all other memory of a process, whose offsets are its addresses.
+Memory that ranks share has other addresses in each process. So events name a byte by a *space* and an offset in it. One
+rank's part of a shared mapping is a space. All other memory of a process is one more space, `PRIVATE`, whose offsets
+are addresses.
 """
 
 import threading
@@ -14,27 +15,27 @@ from iris.sanitizer.events import PRIVATE, Spans
 
 
 class Spaces:
-    """Those that ``rank``'s process has, which may map more at any time, also where something was that is gone."""
+    """The spaces of ``rank``'s process. It may map more at any time, also at addresses of mappings that are gone."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        # Another thread may see a new mapping meanwhile.
+        # Another thread may look up addresses, and find a new mapping, at the same time.
         self._one_thread = threading.RLock()
-        # Begin, end and space of each part of a mapping, for as long as that is there.
+        # Begin, end and space of the parts of each mapping, as long as it is there.
         self._parts: weakref.WeakKeyDictionary[mapping.Memory, list] = weakref.WeakKeyDictionary()
-        # How many mappings had been made, and how many of them were there, when one looked.
+        # At the last look: how many mappings had ever been made, and how many were there.
         self._seen = -1, 0
         self._starts: np.ndarray = np.empty(0, dtype=np.int64)
         self._ends: np.ndarray = np.empty(0, dtype=np.int64)
         self._spaces: list[tuple[str, int]] = []
 
     def spans(self, pointers: np.ndarray, size: int) -> list[Spans]:
-        """The bytes of elements of ``size``, by the spaces that they are in."""
+        """The bytes of elements of ``size`` bytes at ``pointers``, by space."""
         addresses = np.ravel(pointers).astype(np.int64)
         result = []
         with self._one_thread:
             index = self._space_of(addresses)
-            # Nearly always all are in one.
+            # Nearly always all are in one space.
             only = (index == index[:1]).all()
             for space in index[:1] if only else np.unique(index):
                 there = addresses if only else addresses[index == space]
@@ -44,11 +45,12 @@ class Spaces:
         return result
 
     def private(self, pointers: np.ndarray) -> np.ndarray:
-        """Those of these addresses that are in no mapping."""
+        """Those of these addresses that are in no shared mapping."""
         addresses = np.ravel(pointers).astype(np.int64)
         return addresses[self._space_of(addresses) < 0]
 
     def _space_of(self, addresses: np.ndarray) -> np.ndarray:
+        """For each address the index of its space in ``self._spaces``, or -1 if it is private."""
         with self._one_thread:
             if (mapping.count_made(), len(self._parts)) != self._seen:
                 self._see_mappings()
@@ -60,13 +62,13 @@ class Spaces:
     def _see_mappings(self) -> None:
         made = mapping.count_made()
         for each in mapping.mappings():
-            # One that is closed stays where it was until its last tensor dies.
+            # A mapping that is closed stays until its last tensor dies.
             if each.memory is not None and each.memory not in self._parts:
                 self._parts[each.memory] = [
                     (base, base + each.size, (each.name, rank))
                     for rank, base in zip(each.ranks, each.bases, strict=True)
                 ]
-        # Before they are gone through, as one may go meanwhile.
+        # Counted before the loop over them: one may go meanwhile.
         self._seen = made, len(self._parts)
         found = sorted(part for parts in self._parts.values() for part in parts)
         self._starts = np.array([start for start, _, _ in found], dtype=np.int64)
@@ -75,7 +77,7 @@ class Spaces:
 
 
 def _merged(addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the bytes of elements at ``addresses`` begin and end, neighbours as one."""
+    """Where elements of ``size`` bytes at ``addresses`` begin and end; contiguous ones are merged."""
     if len(addresses) == 1:
         return addresses, addresses + size
     steps = np.diff(addresses)

@@ -1,4 +1,4 @@
-"""What a program does with what it sees of a flag: it waits for a value, or goes on by it."""
+"""Whether a read of a flag is part of a wait, and for which value."""
 
 import ast
 import functools
@@ -10,9 +10,9 @@ from iris.simulator import lines, tasks
 
 
 def wait_of_program() -> Wait | None:
-    """For what the program that runs polls: in a `DeviceContext.wait`, or in the condition of a loop of its own.
+    """The wait that the program's read is part of: a `DeviceContext.wait`, or a loop with the read in its condition.
 
-    None if it uses the value for something else, too. Who goes on by the value that it has seen may count on that one.
+    None if the program uses the value, too: then it may rely on this very value, and not only on the wait.
     """
     task = tasks.current()
     condition = task.condition
@@ -22,21 +22,21 @@ def wait_of_program() -> Wait | None:
 
 
 def wait_of_host(frame: FrameType | None) -> Wait | None:
-    """For what the host polls in the condition of a loop, from ``frame`` on, as in ``while flag.item() < awaited``.
+    """The wait that the host's read is part of: the condition of a loop, as in ``while flag.item() < awaited``.
 
-    This is the only place where Iris reads a program's variables: the sanitizer sees the look, but not what the program
-    compares the value with. Without that, a host that waits for the first of three chunks and reads the third would
-    pass whenever all three have come. Replacing `torch.Tensor.item` by a function whose result sees the comparison is
-    no way out: torch.compile cannot trace that function with ``fullgraph=True``.
+    This is the only place where Iris reads a program's variables: the sanitizer sees the read, but not with what the
+    program compares the value. Without that, a host that waits for the first of three chunks and reads the third would
+    pass whenever all three have come. It is no way out to replace `torch.Tensor.item` by a function whose result sees
+    the comparison: torch.compile cannot trace that function with ``fullgraph=True``.
     """
-    while frame is not None and lines.owner(frame.f_code) == lines.OTHER:
+    while frame is not None and lines.owner(frame.f_code) == lines.INTERNAL:
         frame = frame.f_back
     comparison = None if frame is None else loops.comparison_at(frame.f_code.co_filename, frame.f_lineno)
     if frame is None or comparison is None:
         return None
     try:
         wanted = eval(_calculation(comparison.wanted), frame.f_globals, frame.f_locals)
-    except Exception:  # the program will raise it, too
+    except Exception:  # the loop's own comparison will raise it, too
         return None
     return Wait(comparison.cmp, wanted, 64) if isinstance(wanted, int) else None
 

@@ -1,4 +1,4 @@
-"""Triton's aggregates as plain Python classes, so that their jitted methods can be called."""
+"""``@triton.aggregate`` in the simulator: makes a plain Python class whose jitted methods can be called."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from iris.compat.interpreter import InterpretedFunction
 
 
 def method(function: InterpretedFunction) -> Callable:
-    """A jitted function as a method: it gets the object that it is called on as its first argument."""
+    """A jitted function as a method. (Python binds functions alone to the object on which they are called.)"""
 
     def bound(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -21,7 +21,7 @@ def method(function: InterpretedFunction) -> Callable:
 
 
 def aggregate(cls: type) -> type:
-    """What ``@triton.aggregate`` does here: annotated names are fields; ``__init__`` is made if there is none."""
+    """The decorator. Annotated names are fields. A class without an ``__init__`` gets one that takes them."""
     fields: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         fields.update(inspect.get_annotations(base))
@@ -38,7 +38,7 @@ def aggregate(cls: type) -> type:
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name not in fields:
             raise AttributeError(f"{cls.__name__} has no field {name!r}")
-        # Constants are plain values in the simulator, here as everywhere.
+        # In the simulator compile-time constants are plain values.
         object.__setattr__(self, name, value.value if isinstance(value, tl.constexpr) else value)
 
     namespace: dict[str, Any] = {
@@ -54,5 +54,5 @@ def aggregate(cls: type) -> type:
 
 
 def install() -> None:
-    """Put `aggregate` in the place of Triton's, also for who has imported that under another name already."""
+    """Put `aggregate` in the place of Triton's, also in modules that have imported that already."""
     replace_aggregate(aggregate)

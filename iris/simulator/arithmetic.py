@@ -1,8 +1,9 @@
-"""Operators of tensors, where nothing is to be converted.
+"""Fast paths of the tensor operators, ``+`` and the like, for integers and pointers.
 
-The language looks at the types of both operands, converts and broadcasts them, and makes the type of the result. The
-compiler does so once for each operation of a kernel; the simulator would each time it carries one out, which takes
-several times as long as the operation itself. Most operands have the same type, or one is a number of Python's.
+Triton compares the types of both operands, converts and broadcasts them, and makes the type of the result. The compiler
+does that once for each operation of a kernel. The simulator would do it each time that the operation runs, which takes
+several times as long as the operation itself. Most operands are int32 or int64, or one is a number of Python's. For
+these numpy's operators give the same result. All else goes to Triton's operator.
 """
 
 import functools
@@ -15,8 +16,8 @@ import triton.language as tl
 
 from iris.compat.interpreter import TensorHandle
 
-# The types of which numpy's operations are the language's, also of one and another, and which of Python's numbers fit
-# into them. By id, as not all types have a hash.
+# The types for which numpy's operators do what Triton's do, also on one of each; with the numbers that fit into them.
+# By id, as not all types have a hash.
 _LIMITS = {id(dtype): (dtype.get_int_min_value(), dtype.get_int_max_value()) for dtype in (tl.int32, tl.int64)}
 
 
@@ -36,19 +37,19 @@ _ARITHMETIC: dict[str, Callable] = {
     "xor": operator.xor,
 }
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-# Also of truth values.
+# These are fast for int1, too.
 _BITWISE = ("and", "or", "xor")
 
 
 @functools.cache
 def _broadcast(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape of what is calculated from blocks of these; None if the language has to say."""
+    """The shape of a result from blocks of these shapes; None if that is left to Triton."""
     if len(left) != len(right) or any(a != b and 1 not in (a, b) for a, b in zip(left, right, strict=True)):
         return None
     return tuple(map(max, left, right))
 
 
-# By what a block's shape is, and what its elements are: both are made once (`iris.simulator.shapes`).
+# By the ids of a block's shape and of its elements' type, both of which are made once (`iris.simulator.shapes`).
 _blocks: dict[tuple[int, int], tl.block_type] = {}
 
 
@@ -56,7 +57,7 @@ def _with_elements(block: tl.dtype, dtype: tl.dtype) -> tl.dtype:
     """The type of a block of this shape, or of a number, with elements of ``dtype``."""
     if not block.is_block():
         return dtype
-    if type(dtype) is not tl.dtype:  # pointers' are made for each argument
+    if type(dtype) is not tl.dtype:  # a pointer type, which is made anew for each argument
         return block.with_element_ty(dtype)
     key = id(block.shape), id(dtype)
     if key not in _blocks:
@@ -65,8 +66,7 @@ def _with_elements(block: tl.dtype, dtype: tl.dtype) -> tl.dtype:
 
 
 def _type_of(dtype: tl.dtype, left: tl.tensor, right: tl.tensor) -> tl.dtype | None:
-    """The type of what is calculated from these, if its elements are of ``dtype``; None if the language has to say."""
-    # Shapes are made once: `iris.simulator.shapes`.
+    """The type of a result from these with elements of ``dtype``; None if that is left to Triton."""
     block = left.type if left.shape is right.shape or not right.type.is_block() else right.type
     if block is right.type and left.type.is_block():
         shape = _broadcast(tuple(left.type.shape), tuple(right.type.shape))
@@ -75,6 +75,7 @@ def _type_of(dtype: tl.dtype, left: tl.tensor, right: tl.tensor) -> tl.dtype | N
 
 
 def _replace(name: str, compute: Callable) -> None:
+    """Replace the operator ``__name__`` of tensors by one that calls ``compute`` on numpy arrays where it can."""
     otherwise, compares = getattr(tl.tensor, f"__{name}__"), name in _COMPARISONS
     same = {id(tl.int1)} if name in _BITWISE else set()
 
@@ -85,7 +86,7 @@ def _replace(name: str, compute: Callable) -> None:
             other = other.value
         if type(other) is tl.tensor:
             if id(dtype) in _LIMITS and id(other.dtype) in _LIMITS:
-                # Of unequal ones the narrow is widened, as by numpy.
+                # An int32 and an int64 give an int64, as in numpy.
                 dtype = dtype if dtype is other.dtype else tl.int64
                 result = _type_of(dtype, self, other)
             elif dtype is other.dtype and id(dtype) in same:
@@ -105,7 +106,7 @@ def _replace(name: str, compute: Callable) -> None:
 
 
 def _add_offsets() -> None:
-    """To pointers, but those to pointers."""
+    """Replace ``pointer + offset``, unless it points to pointers."""
     otherwise, (least, most) = tl.tensor.__add__, _LIMITS[id(tl.int32)]
 
     @functools.wraps(otherwise)
@@ -127,7 +128,7 @@ def _add_offsets() -> None:
 
 
 def install() -> None:
-    """For the life of the process, once the language is the simulator's."""
+    """Once for the life of the process, after `iris.simulator.language` has bound the language."""
     for name, compute in _ARITHMETIC.items():
         _replace(name, compute)
     for name in _COMPARISONS:

@@ -1,6 +1,6 @@
-"""Copies from global to shared memory that a thread issues: cp.async on NVIDIA, loads to LDS on AMD.
+"""Asynchronous copies from global to shared memory by threads: cp.async on NVIDIA, loads to LDS on AMD.
 
-They are committed in groups; a wait names how many groups may be left (PTX ISA, cp.async.wait_group).
+They are committed in groups; a wait says how many groups may be left (PTX ISA, cp.async.wait_group).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from iris.simulator import mbarrier, tasks
 from iris.simulator.asynchronous import Destination, Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
 
-THREADS_OF_A_WARP = 32  # of NVIDIA's, where each thread of a program signals a barrier
+THREADS_OF_A_WARP = 32  # on NVIDIA, whose threads each arrive at an mbarrier
 
 
 def async_load(smem: SharedMemory, pointer: tl.tensor, mask: Any = None, *_: Any, **__: Any) -> None:
@@ -46,10 +46,10 @@ def _load(memory: SharedMemory, pointers: tl.tensor, mask: Any, other: Any) -> N
         return tl.load(pointers, mask, None if mask is None else other).handle.data
 
     source = Source(read, memory.dtype)
-    partitions, this = tasks.sharing()
-    copies = this.in_flight.copies
-    if partitions is not None:
-        partitions.writes(this, memory.handle, "copies to", completion=copies)
+    checker, task = tasks.shared_memory_checker()
+    copies = task.in_flight.copies
+    if checker is not None:
+        checker.writes(task, memory.handle, "copies to", completion=copies)
     written = True if mask is None or other is not None else mask.handle.data
     destination = Destination(memory.handle, memory.dtype, written)
 
@@ -79,7 +79,7 @@ def mbarrier_arrive(barrier: SharedMemory, increment_count: Any = True) -> None:
 
     With ``increment_count`` the phase counts these arrivals in addition to those that the barrier was made for.
     """
-    partitions, task = tasks.sharing()
+    checker, task = tasks.shared_memory_checker()
     groups, threads = task.in_flight.copies, THREADS_OF_A_WARP * task.num_warps
     copies, number = groups.issued(), groups.number
     if truth(increment_count):
@@ -89,8 +89,8 @@ def mbarrier_arrive(barrier: SharedMemory, increment_count: Any = True) -> None:
     def arrive() -> None:
         for copy in copies:
             copy()
-        if partitions is not None:
-            partitions.arrive(groups, number, barrier.handle)
+        if checker is not None:
+            checker.groups_arrive(groups, number, barrier.handle)
         mbarrier.update(barrier, arrivals=threads)
 
     mbarrier.announce(barrier, arrive)

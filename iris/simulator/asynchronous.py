@@ -1,13 +1,13 @@
-"""What a GPU does beside the program: copies and products that are issued now and awaited later.
+"""Asynchronous operations: copies and products that a program issues now and waits for later.
 
-They may run at any moment between the two, so a program that is right must not notice when. Here nothing happens before
-something waits for it, and
+A GPU may carry them out at any moment between the two, so a correct program must not notice when. Here an operation is
+carried out as late as possible: when something waits for it. And the values are *poison* (NaN if the type has one)
 
-* what an operation has yet to write in shared memory or registers is poison (NaN where the type has one),
-* an element of its source that changes between issue and completion counts as poison, and so does one of its
-  destination that something else writes.
+* in its destination, until then,
+* of elements of its source that have changed since the issue,
+* of elements of its destination that something else has written since the issue.
 
-So a wait that is missing, or comes too late, shows as wrong numbers instead of a race that is lost now and then.
+So a wait that is missing, or comes too late, gives wrong numbers each time, and not just now and then.
 """
 
 from collections import defaultdict, deque
@@ -23,6 +23,7 @@ Operation = Callable[[], None]
 
 
 def _once(operation: Operation) -> Operation:
+    """``operation``, but from its second call on it does nothing: a group and an mbarrier may both wait for it."""
     left = [operation]
 
     def complete() -> None:
@@ -33,9 +34,14 @@ def _once(operation: Operation) -> Operation:
 
 
 class Groups:
-    """Operations of one kind, in the order of issue: committed in groups, awaited by how many groups may be left.
+    """Operations of one kind, in order of issue. They are committed in groups; a wait says how many groups may be left.
 
-    ``number``: that of the group that is open, from 1 on; ``over``: so many groups have been waited for.
+    Attributes
+    ----------
+    number : int
+        The number of the group that is open, from 1 on.
+    over : int
+        How many groups have been waited for.
     """
 
     def __init__(self) -> None:
@@ -52,7 +58,7 @@ class Groups:
         self.number += 1
 
     def issued(self) -> list[Operation]:
-        """All that are not known to be complete, in their order."""
+        """All operations for which nothing has waited, in their order."""
         return [operation for group in (*self._committed, self._open) for operation in group]
 
     def wait(self, outstanding: int) -> None:
@@ -65,27 +71,31 @@ class Groups:
 
 @dataclass(eq=False)
 class InFlight:
-    """What a task has issued and nothing has waited for."""
+    """What a task has issued and has not waited for."""
 
     copies: Groups = field(default_factory=Groups)
     """From global to shared memory: cp.async on NVIDIA, loads to LDS on AMD."""
     products: Groups = field(default_factory=Groups)
-    """Of a warp group: wgmma."""
+    """Matrix products of a warp group: wgmma."""
     stores: Groups = field(default_factory=Groups)
-    """TMA's, from shared to global memory, that have not read their source."""
+    """Stores by TMA from shared to global memory that have not read their source."""
     writes: list[Operation] = field(default_factory=list)
-    """The second half of TMA's stores: the source is read, the destination not written."""
+    """The second half of such stores: they have read their source, but not written their destination."""
     announced: defaultdict[int, deque[Operation]] = field(default_factory=lambda: defaultdict(deque))
-    """Operations whose end an mbarrier signals, by its address. A program and its partitions share them."""
+    """By an mbarrier's address, the operations that signal it at their end. The program's partitions share them."""
 
     def write(self) -> None:
+        """Carry out what is left of stores by TMA."""
         writes, self.writes = self.writes, []
         for operation in writes:
             operation()
 
 
 class Destination:
-    """The elements ``written`` of memory, which an operation writes at some time between now and its completion."""
+    """Memory of which an operation writes some elements, at some time between now and its completion.
+
+    ``written``: which elements, a mask.
+    """
 
     def __init__(self, memory: np.ndarray, element: tl.dtype, written: bool | np.ndarray = True) -> None:
         self._memory, self._written = memory, written
@@ -93,13 +103,14 @@ class Destination:
         np.copyto(memory, self._poison, where=written)
 
     def complete(self, values: np.ndarray) -> None:
+        """Write ``values``; poison to elements that something else has written meanwhile."""
         bits = f"u{self._memory.itemsize}"
         untouched = self._memory.view(bits) == self._poison.view(bits)
         np.copyto(self._memory, np.where(untouched, values, self._poison), where=self._written)
 
 
 class Source:
-    """What an operation reads at some time between now and its completion."""
+    """What an operation reads, by ``read()``, at some time between now and its completion."""
 
     def __init__(self, read: Callable[[], np.ndarray], element: tl.dtype) -> None:
         self._read = read
@@ -107,5 +118,6 @@ class Source:
         self._at_issue = read()
 
     def at_completion(self) -> np.ndarray:
+        """The values; poison for elements that have changed meanwhile."""
         now = self._read()
         return np.where(now == self._at_issue, now, self._poison)

@@ -1,8 +1,8 @@
 """Atomic operations on memory that several processes share.
 
-Triton's interpreter brings real ``std::atomic`` operations on 32 and 64 bits, and a real compare-and-swap on 16. What
-it lacks is made from them: an exchange of floats is an exchange of their bits, and everything on 16 bits is a loop
-around compare-and-swap. (Its own fp16 addition takes a mutex that other processes do not know.)
+Triton's interpreter has real ``std::atomic`` operations on 32 and 64 bits, and a real compare-and-swap on 16 bits. What
+it lacks is made from these: an exchange of floats exchanges their bits, and every operation on 16 bits is a loop around
+compare-and-swap. (Its own addition of fp16 takes a mutex, which other processes do not share.)
 """
 
 from collections.abc import Callable
@@ -28,6 +28,7 @@ _COMBINE: dict[OP, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     OP.XCHG: lambda _, new: new,
 }
 
+# As they are called in the language, for messages.
 NAMES = {
     OP.ADD: "atomic_add",
     OP.FADD: "atomic_add",

@@ -1,6 +1,6 @@
-"""Programs of a cluster that exchange numbers, as `iris.language.cluster` says.
+"""The all-reduce of `iris.language.cluster`, by which the programs of a thread block cluster exchange numbers.
 
-What they exchange is no memory that anything else could reach, so the sanitizer has nothing to look at.
+The numbers lie in no memory that anything else could reach, so nothing is reported to the sanitizer.
 """
 
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ from iris.simulator import tasks
 
 
 @dataclass
-class Meeting:
-    """Of one cluster: two numbers of each program, and who has arrived."""
+class Exchange:
+    """The exchange of one cluster: two numbers of each program, and whether it has arrived."""
 
     programs: int
     numbers: np.ndarray = field(init=False)
@@ -34,7 +34,7 @@ class Meeting:
         while not self.arrived.all():
             missing = ", ".join(map(str, np.flatnonzero(self.arrived == 0)))
             waits_for = f"programs {missing} of its cluster of {self.programs}"
-            tasks.observe("cluster meeting", where, self.arrived.copy(), tl.int32, lambda: False, waits_for=waits_for)
+            tasks.observe("cluster exchange", where, self.arrived.copy(), tl.int32, lambda: False, waits_for=waits_for)
 
 
 def all_reduce(values: tl.tensor, peaks: tl.tensor, programs: int) -> tuple[tl.tensor, tl.tensor]:
@@ -42,10 +42,10 @@ def all_reduce(values: tl.tensor, peaks: tl.tensor, programs: int) -> tuple[tl.t
     task = tasks.current()
     (x, y, z), (columns, rows, _) = task.index, task.launch.dims
     number = (z * rows + y) * columns + x
-    meeting = task.launch.meetings.setdefault(number // programs, Meeting(programs))
-    meeting.arrive(number % programs, np.add.reduce(values.handle.data), np.maximum.reduce(peaks.handle.data))
-    meeting.wait()
+    exchange = task.launch.cluster_exchanges.setdefault(number // programs, Exchange(programs))
+    exchange.arrive(number % programs, np.add.reduce(values.handle.data), np.maximum.reduce(peaks.handle.data))
+    exchange.wait()
     return tuple(
         tl.tensor(TensorHandle(operation.reduce(numbers)[None], tl.float32), tl.float32)
-        for operation, numbers in zip((np.add, np.maximum), meeting.numbers, strict=True)
+        for operation, numbers in zip((np.add, np.maximum), exchange.numbers, strict=True)
     )

@@ -1,8 +1,8 @@
-"""Floating-point types that numpy lacks: how they are stored, widened and rounded.
+"""The floating-point types that numpy lacks, called *narrow* here: how they are stored, widened and rounded.
 
-bf16 and the 8-bit formats travel through the interpreter as the bits that memory holds (uint16, uint8). Arithmetic
-happens in float32; every result is rounded to nearest even, as a GPU's conversion instructions do. torch knows all
-these formats, so it does the conversions.
+The interpreter holds bf16 and the 8-bit formats as the bits that memory has (uint16, uint8). Arithmetic is done in
+float32, and every result is rounded to nearest even, as a GPU's conversion instructions do. torch has all these
+formats, so it does the conversions.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from iris.compat.interpreter import TensorHandle, numpy_dtype
 
-# By name, because pointer types cannot be hashed.
+# By the name of Triton's type, because pointer types cannot be hashed.
 _TORCH = {
     tl.bfloat16.name: torch.bfloat16,
     tl.float8e4nv.name: torch.float8_e4m3fn,
@@ -36,7 +36,7 @@ def storage(dtype: tl.dtype) -> np.dtype:
 
 
 def poison(dtype: tl.dtype) -> np.generic:
-    """What stands for a value that is not there yet: NaN where the type has one, else an unlikely integer."""
+    """The value of memory that holds none yet: NaN if the type has one, else an unlikely integer."""
     scalar = dtype.scalar
     stored = storage(scalar)
     if stored == np.bool_:
@@ -69,7 +69,7 @@ def narrow(values: np.ndarray, dtype: tl.dtype, toward_zero: bool = False) -> np
     exact = values
     if target.itemsize == 1:
         limit = torch.finfo(target).max
-        # Toward zero infinity stays what it is: the lower bits of a float16 are left off.
+        # Rounding toward zero keeps infinity: it only cuts off the lower bits of a float16.
         values = np.where(toward_zero & np.isinf(values), values, np.clip(values, -limit, limit))
     nearest = torch.from_numpy(values).to(target)
     bits = nearest.view(torch.uint16 if target.itemsize == 2 else torch.uint8).numpy()
@@ -77,15 +77,15 @@ def narrow(values: np.ndarray, dtype: tl.dtype, toward_zero: bool = False) -> np
 
 
 def to_integer(values: np.ndarray, dtype: tl.dtype) -> np.ndarray:
-    """Floating-point ``values`` as the integer type ``dtype``, toward zero.
+    """Floating-point ``values`` as the integer type ``dtype``, rounded toward zero.
 
-    What is out of range becomes the nearest number of the type, and NaN becomes zero, or where either has 64 bits the
-    number whose highest bit alone is set (PTX ISA, "cvt"; H100 does so). 8 bits are the lower ones of 16.
+    A value out of range becomes the nearest number of the type. NaN becomes 0; but if either type has 64 bits, the
+    number of which only the highest bit is set (PTX ISA, "cvt"; H100 does so). To 8 bits: the lower ones of 16.
     """
     stored = storage(dtype)
     wide = np.dtype(f"{stored.kind}{max(2, stored.itemsize)}")
     info, whole = np.iinfo(wide), np.trunc(values.astype(np.float64))
-    # A power of two, as the largest number may be none that float64 has.
+    # Compared with a power of two: float64 may not have the largest number itself.
     below, above, nothing = whole < info.min, whole >= 2.0 ** (info.max.bit_length()), np.isnan(whole)
     result = np.where(below | above | nothing, 0, whole).astype(wide)
     result[below], result[above] = info.min, info.max
@@ -95,6 +95,6 @@ def to_integer(values: np.ndarray, dtype: tl.dtype) -> np.ndarray:
 
 
 def _step_toward_zero(stored: np.ndarray, rounded: np.ndarray, exact: np.ndarray) -> np.ndarray:
-    """One step back where rounding to nearest went away from zero: these formats are sign and magnitude."""
+    """Take one step back where rounding to nearest went away from zero. (The formats are sign and magnitude.)"""
     bits = stored.view(f"u{stored.itemsize}")
     return (bits - (np.abs(rounded) > np.abs(exact))).astype(bits.dtype).view(stored.dtype)

@@ -1,4 +1,4 @@
-"""Where the files of this library, its simulator, its sanitizer and Triton are: whose code a line of a stack is of."""
+"""The folders of Iris, its simulator, its sanitizer and Triton: reports look there for the owner of a line of code."""
 
 import os
 from pathlib import Path

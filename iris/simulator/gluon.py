@@ -1,9 +1,11 @@
-"""Gluon's operations on a CPU: the semantic layer that ``gl`` builtins call, with numpy arrays for shared memory.
+"""The semantic layer: what the builtins of ``tl`` and ``gl`` call. It calls the builder (`iris.simulator.interpreter`).
 
-Most of Gluon is Triton's language with layouts. Layouts say which thread holds what, which has no meaning here: they
-are accepted and ignored. (Whether a layout is possible at all, only the compiler can tell.) Shared memory is an array
-per program; a memory descriptor is a view of it. Partitions of `warp_specialize` are tasks of the scheduler, so they
-may wait for one another.
+It is Triton's semantic layer with Gluon's operations added. There is one, `semantic`, for both languages.
+
+* Layouts say which thread holds which element. That has no meaning here, so they are accepted and ignored. (Only the
+  compiler can tell whether a layout is possible at all.)
+* Shared memory is a numpy array of the program's. The handle of a memory descriptor is a view of it.
+* Partitions of `warp_specialize` are tasks of the scheduler, so they may wait for one another.
 """
 
 import functools
@@ -28,8 +30,8 @@ SharedMemory: TypeAlias = gl.shared_memory_descriptor
 """A view of a program's shared memory; its handle is a view of the array."""
 
 
-class _Beside(np.ndarray):
-    """What an index that is out of range leads to. To name it is no mistake, as with a predicate that is off."""
+class _OutOfRange(np.ndarray):
+    """What an index out of range gives. Only an access is an error: a predicate may be off that guards it."""
 
     index: int | None = None
     count: int | None = None
@@ -45,8 +47,8 @@ class _Beside(np.ndarray):
     flat = ctypes = property(_refuse)
 
 
-# Of which an operation between two has operands and a result of that type, whatever it is. By identity: the language
-# has one object for each.
+# If both operands have one of these types, every binary operation keeps it: nothing is promoted. By id, as there is one
+# object for each type.
 _SIGNED = (tl.int8, tl.int16, tl.int32, tl.int64)
 _UNSIGNED = (tl.uint8, tl.uint16, tl.uint32, tl.uint64)
 _UNPROMOTED = {id(dtype) for dtype in (tl.int1, *_SIGNED, *_UNSIGNED, tl.float32, tl.float64)}
@@ -55,8 +57,8 @@ _UNPROMOTED = {id(dtype) for dtype in (tl.int1, *_SIGNED, *_UNSIGNED, tl.float32
 class Semantic(TritonSemantic):
     """Triton's semantic layer, and what Gluon adds to it."""
 
-    # The compiler asks these two once for each operation of a kernel, the simulator each time that it carries one out.
-    # What most operations have is answered first.
+    # Fast paths. The compiler calls these two once for each operation of a kernel, the simulator each time that the
+    # operation runs.
 
     def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> tuple:
         if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and id(lhs.dtype) in _UNPROMOTED:
@@ -74,7 +76,7 @@ class Semantic(TritonSemantic):
         raise MissingOperation(name)
 
     def atomic_cas(self, ptr: tl.tensor, cmp: tl.tensor, val: tl.tensor, sem: str, scope: str) -> tl.tensor:
-        # Python's 0 and 1 come as int32; a 64-bit pointer compares 8 bytes.
+        # Python's numbers come as int32, but through a pointer to int64 all 8 bytes are compared.
         element = ptr.dtype.element_ty
         return super().atomic_cas(ptr, self.cast(cmp, element), self.cast(val, element), sem, scope)
 
@@ -120,7 +122,7 @@ class Semantic(TritonSemantic):
     # Shared memory: the handle of a descriptor is a view of the array -----------------------------------------------
 
     def allocate_shared(self, element_ty: tl.dtype, shape: Sequence[int], layout: Any, value: Any) -> SharedMemory:
-        memory = np.full(shape, dtypes.poison(element_ty))  # on a GPU it holds what someone else has left
+        memory = np.full(shape, dtypes.poison(element_ty))  # on a GPU, whatever was there before
         descriptor = SharedMemory(memory, element_ty, list(shape), layout, list(shape))
         if value is not None:
             self.shared_store(descriptor, value)
@@ -128,10 +130,10 @@ class Semantic(TritonSemantic):
 
     def shared_load(self, mem_desc: SharedMemory, layout: Any = None) -> tl.tensor:
         values = mem_desc.handle.copy()
-        partitions, task = tasks.sharing()
-        if partitions is not None and not _may_be_flag(task, mem_desc):
-            partitions.reads(task, mem_desc.handle)
-        elif partitions is not None:
+        checker, task = tasks.shared_memory_checker()
+        if checker is not None and not _may_be_flag(task, mem_desc):
+            checker.reads(task, mem_desc.handle)
+        elif checker is not None:
             _used_flag(mem_desc, writes=False)
             address = np.array([mem_desc.handle.ctypes.data], dtype=np.uint64)
             tasks.observe("shared-memory load", address, values.reshape(-1), mem_desc.dtype, lambda: False)
@@ -140,10 +142,10 @@ class Semantic(TritonSemantic):
     def shared_store(self, mem_desc: SharedMemory, value: tl.tensor) -> None:
         if list(value.shape) != list(mem_desc.shape) or value.dtype != mem_desc.dtype:
             raise ValueError(f"a {value.type} cannot be stored to shared memory {mem_desc.dtype} {mem_desc.shape}")
-        partitions, task = tasks.sharing()
+        checker, task = tasks.shared_memory_checker()
         flag = _may_be_flag(task, mem_desc)
-        if partitions is not None and not flag:
-            partitions.writes(task, mem_desc.handle)
+        if checker is not None and not flag:
+            checker.writes(task, mem_desc.handle)
         mem_desc.handle[...] = value.handle.data
         if flag:
             _used_flag(mem_desc, writes=True)
@@ -152,10 +154,20 @@ class Semantic(TritonSemantic):
         pass
 
     def shared_gather(self, mem_desc: SharedMemory, indices: tl.tensor, axis: int) -> tl.tensor:
-        return make_tensor(np.take_along_axis(mem_desc.handle, indices.handle.data, axis), mem_desc.dtype)
+        index = _along(mem_desc, indices, axis)
+        values = mem_desc.handle[index].copy()
+        checker, task = tasks.shared_memory_checker()
+        if checker is not None and not _may_be_flag(task, mem_desc):
+            checker.reads(task, mem_desc.handle, index=index)
+        return make_tensor(values, mem_desc.dtype)
 
     def shared_scatter(self, mem_desc: SharedMemory, values: tl.tensor, indices: tl.tensor, axis: int) -> None:
-        np.put_along_axis(mem_desc.handle, indices.handle.data, values.handle.data, axis)
+        values, indices = self.broadcast_impl_value(values, indices)
+        index = _along(mem_desc, indices, axis)
+        checker, task = tasks.shared_memory_checker()
+        if checker is not None and not _may_be_flag(task, mem_desc):
+            checker.writes(task, mem_desc.handle, index=index)
+        mem_desc.handle[index] = values.handle.data
 
     def _view(self, mem_desc: SharedMemory, view: np.ndarray, layout: Any = None) -> SharedMemory:
         shape = list(view.shape)
@@ -170,9 +182,9 @@ class Semantic(TritonSemantic):
             )
         if 0 <= number < len(mem_desc.handle):
             return self._view(mem_desc, mem_desc.handle[number])
-        beside = np.full(mem_desc.shape[1:], dtypes.poison(mem_desc.dtype)).view(_Beside)
-        beside.index, beside.count = number, len(mem_desc.handle)
-        return self._view(mem_desc, beside)
+        nowhere = np.full(mem_desc.shape[1:], dtypes.poison(mem_desc.dtype)).view(_OutOfRange)
+        nowhere.index, nowhere.count = number, len(mem_desc.handle)
+        return self._view(mem_desc, nowhere)
 
     def memdesc_slice(self, mem_desc: SharedMemory, start: int, length: int, dim: int) -> SharedMemory:
         first, end = integer(start), integer(start) + integer(length)
@@ -203,21 +215,19 @@ semantic = Semantic(Builder())
 
 
 def will_read(memory: SharedMemory, verb: str, groups: Groups) -> None:
-    """The current task has begun a read of ``memory``, an operation of the group that is open."""
-    partitions, task = tasks.sharing()
-    if partitions is not None:
-        partitions.reads(task, memory.handle, verb, groups)
+    """The current task has issued an asynchronous read of ``memory``, into the group that is open."""
+    checker, task = tasks.shared_memory_checker()
+    if checker is not None:
+        checker.reads(task, memory.handle, verb, groups)
 
 
 def _may_be_flag(task: tasks.Task, memory: SharedMemory) -> bool:
+    """Whether partitions may signal each other by this memory: it is small."""
     return task.partitioned and memory.handle.size <= LARGEST_FLAG
 
 
 def _used_flag(memory: SharedMemory, writes: bool) -> None:
-    """The current task has read, or written, words of shared memory that may be flags of partitions.
-
-    A load acquires, and does not release.
-    """
+    """The current task has read, or written, words of shared memory that may be flags: an acquire, or a release."""
     offsets = np.indices(memory.handle.shape).reshape(memory.handle.ndim, -1)
     words = memory.handle.ctypes.data + np.array(memory.handle.strides, dtype=np.int64) @ offsets
     tasks.used_flags(words, reads=not writes, writes=writes, releases=True)
@@ -229,11 +239,23 @@ def _used_flag(memory: SharedMemory, writes: bool) -> None:
                 observer.recorder.mbarrier_waited(word)
 
 
+def _along(memory: SharedMemory, indices: tl.tensor, axis: Any) -> tuple:
+    """The index, for numpy, of the elements that a gather or scatter accesses: ``[i, indices[i, j]]`` for axis 1."""
+    numbers, axis = indices.handle.data, integer(axis)
+    wrong = numbers[(numbers < 0) | (numbers >= memory.shape[axis])]
+    if wrong.size:
+        text = f"index {wrong[0]} of {memory.shape[axis]} in shared memory"
+        raise observer.mistake("bounds", KernelBoundsError(text))
+    index = list(np.indices(numbers.shape, sparse=True))
+    index[axis] = numbers
+    return tuple(index)
+
+
 def integer(value: Any) -> int:
-    """A number that a kernel gives as Python's, as a constant or as a scalar."""
+    """A number that a kernel gives as a Python number, a constant or a scalar."""
     return int(unwrapped(value))
 
 
 def truth(value: Any) -> bool:
-    """A predicate, given in any of these ways."""
+    """A predicate that a kernel gives in any of these ways."""
     return bool(unwrapped(value))

@@ -1,4 +1,7 @@
-"""What to say when every program of a launch waits and nothing changes any more."""
+"""The error message of a launch whose programs all wait while nothing changes: which program waits where, and for what.
+
+The scheduler (`iris.simulator.grid`) decides that a launch hangs, and asks here for the error.
+"""
 
 import os
 import sys
@@ -19,13 +22,17 @@ from iris.simulator.folders import IRIS, LIBRARIES, SIMULATOR
 from iris.simulator.tasks import Condition, Poll, Task
 from iris.switches import switched_on
 
+# Of waits that the message shows.
 MOST_LINES = 8
 
-# Their calls are compared between ranks in debug mode.
+# The code of collectives. With IRIS_DEBUG=1 their calls are compared between ranks.
 _COLLECTIVE = tuple(IRIS + name + os.sep for name in ("ccl", "ops"))
-# In the name of their memory (`iris.ccl.communicator`); no other rank knows of them, with which to compare.
+# In the name of the memory of point-to-point messages (`iris.ccl.communicator`), which are not compared.
 _MESSAGES = " for messages "
 _SYMBOLS = {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "reached": "at or past"}
+
+Location = tuple[str, int, str]
+"""File, line and function."""
 
 
 def _rank_of_environment() -> int | None:
@@ -34,7 +41,7 @@ def _rank_of_environment() -> int | None:
 
 
 rank: Callable[[], int | None] = _rank_of_environment
-"""This process's rank, or None if it has none; `iris.observer.joined` knows better than the environment."""
+"""Returns this process's rank, or None if it has none. Replaced once the process has joined a group."""
 
 
 def _learn_rank(group: Any) -> None:
@@ -50,17 +57,18 @@ observer.on_join.append(_learn_rank)
 
 
 class Wait(NamedTuple):
-    """Programs that wait at one place for one thing. ``place``: file, line and function; ``addresses``: of flags.
+    """Programs that wait at the same place for the same thing: one line of the message.
 
-    ``caller``: the kernel's own place, where it has called a function of the user's that waits.
+    ``programs``, ``what`` and ``flag`` are in words. ``addresses``: those of the flags. ``caller``: the kernel's own
+    line, if the place is in a function that the kernel has called.
     """
 
     programs: str
-    place: tuple[str, int, str]
+    place: Location
     what: str
     flag: str | None
     addresses: tuple[int, ...]
-    caller: tuple[str, int, str] | None = None
+    caller: Location | None = None
 
     def __str__(self) -> str:
         where = ", called by ".join(
@@ -71,9 +79,9 @@ class Wait(NamedTuple):
 
 
 def waits(waiting: Iterable[Task], bottom: CodeType) -> list[Wait]:
-    """Who waits where, for which flag and value, and what the flag holds.
+    """Where these tasks wait, for which flag and value, and what the flag holds. Equal ones are one `Wait`.
 
-    ``bottom`` is the code whose frame lies below a program's on its thread's stack.
+    ``bottom``: the code of the scheduler's function that runs a task. Its frame lies below those of the kernel.
     """
     frames = sys._current_frames()
     groups: dict[tuple, list[tuple[int, int, int]]] = defaultdict(list)
@@ -84,26 +92,29 @@ def waits(waiting: Iterable[Task], bottom: CodeType) -> list[Wait]:
     return [Wait(_programs(indices, partition), *what) for (partition, *what), indices in groups.items()]
 
 
-def lost(waiting: Iterable[Task], well: bool) -> list[str]:
-    """Which ranks have ended for which one of these may wait, and how, in words. ``well``: also those that did well."""
+def gone_peers(waiting: Iterable[Task], ended_well: bool) -> list[str]:
+    """The ranks that have died and for which one of these tasks may wait, each in words.
+
+    ``ended_well``: also the ranks whose program has ended without an error.
+    """
     try:
         from iris.heap.mapping import lost_at
     except ImportError:  # the simulator also runs kernels that have no heap
         return []
-    return lost_at((int(task.poll.pointers.flat[0]) for task in waiting if task.poll is not None), well)
+    return lost_at((int(task.poll.pointers.flat[0]) for task in waiting if task.poll is not None), ended_well)
 
 
-def lost_error(kernel: str, waits: list[Wait], gone: list[str]) -> PeerLostError:
-    """The error that says who waits for what, which may be one of the ranks that are ``gone``."""
-    return PeerLostError(f"{_who()}kernel {kernel!r} waits, and {'; '.join(gone)}.\n{_lines(waits)}")
+def peer_lost_error(kernel: str, waits: list[Wait], gone: list[str]) -> PeerLostError:
+    """The error of a launch that may wait for ranks that are gone. ``gone``: see `gone_peers`."""
+    return PeerLostError(f"{_rank_prefix()}kernel {kernel!r} waits, and {'; '.join(gone)}.\n{_lines(waits)}")
 
 
-def error(kernel: str, limit_s: float | None, waits: list[Wait], gone: list[str]) -> IrisTimeoutError:
-    """The error that says who waits for what. ``limit_s``: for so long; None: no rank can go on any more.
+def timeout_error(kernel: str, limit_s: float | None, waits: list[Wait], gone: list[str]) -> IrisTimeoutError:
+    """The error of a launch that has waited for ``limit_s`` seconds; if that is None, in a deadlock of all ranks.
 
-    ``gone``: which ranks have ended, and how.
+    ``gone``: see `gone_peers`.
     """
-    who, text = _who(), _lines(waits)
+    who, text = _rank_prefix(), _lines(waits)
     advice = "Look at who should have written these flags."
     if gone:
         advice = f"{'; '.join(gone)}."
@@ -122,7 +133,7 @@ def error(kernel: str, limit_s: float | None, waits: list[Wait], gone: list[str]
     )
 
 
-def _who() -> str:
+def _rank_prefix() -> str:
     number = rank()
     return "" if number is None else f"Rank {number}: "
 
@@ -155,12 +166,14 @@ def _describe(poll: Poll, condition: Condition | None, frame: FrameType | None, 
     return place, _wanted(poll, condition), _flag(address, poll.pointers.size), tuple(poll.pointers.flat), caller
 
 
-def _places(stack: list[FrameType]) -> tuple[tuple[str, int, str], tuple[str, int, str] | None]:
-    """The user's line, in the innermost frame outside the libraries, or else the kernel itself; and the kernel's own,
-    if that is another function's.
+def _places(stack: list[FrameType]) -> tuple[Location, Location | None]:
+    """Where the innermost frame outside the libraries is; and where the kernel is, if that is another function.
+
+    If all frames are the libraries', the kernel is one of theirs, and it is named.
     """
+    # Frames inside the simulator's first one are those of functions that it calls itself.
     first = next(i for i, frame in enumerate(stack) if frame.f_code.co_filename.startswith(SIMULATOR))
-    stack = stack[first:]  # what the simulator itself calls is nobody's line
+    stack = stack[first:]
     users = [frame for frame in stack if not frame.f_code.co_filename.startswith(LIBRARIES)]
     kernels = [frame for frame in stack if not frame.f_code.co_filename.startswith(SIMULATOR)]
     inner, outer = (users[0], users[-1]) if users else (kernels[-1], kernels[-1])
@@ -176,7 +189,7 @@ def users_line(error: BaseException) -> str:
 
 
 def _wanted(poll: Poll, condition: Condition | None) -> str:
-    """What a poll is to see, which the library's own waits know, and what it sees."""
+    """What the program waits for, as far as that is known, and what it finds instead."""
     held = _value(poll.values, poll.element)
     if condition is not None and condition.ranks is not None:
         flags = np.reshape(poll.values, -1)[: condition.ranks]

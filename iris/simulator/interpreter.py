@@ -1,9 +1,11 @@
-"""The operations of Triton's CPU interpreter, with those right that it gets wrong.
+"""The builder: what each operation of ``tl`` does to numpy arrays and to memory.
 
-Triton's semantic layer turns each ``tl`` operation into calls of a builder. The interpreter's builder answers them with
-numpy; this one derives from it and mends arithmetic on bf16, rounding, NaN in minima and maxima, masked
-atomics, and atomics on types that numpy lacks. It also reports to `tasks` every operation by which a program may be
-waiting.
+Triton's semantic layer turns each ``tl`` operation into calls of a builder. The compiler's makes IR; that of Triton's
+CPU interpreter calculates with numpy. This one derives from the interpreter's. It corrects arithmetic on bf16,
+rounding, NaN in minima and maxima, masked atomics, and atomics on types that numpy lacks.
+
+Every access to memory is also reported: to `iris.simulator.tasks` if a program may be waiting by it, and to the
+sanitizer's recorder (`iris.observer.recorder`) if there is one.
 """
 
 import contextlib
@@ -27,21 +29,21 @@ from iris.simulator.tensor_map import TensorMap
 
 
 class MissingOperation(AttributeError):
-    """A builtin needs an operation that is not here; whoever knows the builtin's name says so to the user."""
+    """A builtin needs an operation that is not here. It becomes a `NotInSimulatorError` with the builtin's name."""
 
 
 @dataclass(frozen=True)
 class Options(InterpreterOptions):
-    """What builtins ask the compiler's options for."""
+    """The compiler's options that builtins ask for."""
 
     sanitize_overflow: bool = False
-    """Integers wrap, as they do in a kernel that is not compiled for debugging; the check costs ten operations."""
+    """Integers wrap, as in a kernel that is not compiled for debugging. The check would take ten operations more."""
     enable_iisan: bool = False
     allowed_dot_input_precisions: tuple[str, ...] = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
 
 
 class Builder(InterpreterBuilder):
-    """What a ``tl`` operation does to numpy arrays and to memory."""
+    """The methods ``create_*`` that the semantic layer calls. Values are `TensorHandle`, a numpy array and a dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,30 +197,34 @@ class Builder(InterpreterBuilder):
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *policy: Any, **named: Any) -> Any:
         recorder = observer.recorder
         if recorder is not None:
-            recorder.reaches(ptrs.data[_lanes(mask, ptrs)], READ)
-        if not any(map(_rereads_memory, (*policy, *named.values()))):
-            # Who looks at one element may be looking at a flag.
-            looks = recorder if ptrs.data.size == 1 else None
-            with looks.numbered() if looks is not None else contextlib.nullcontext() as number:
-                result = super().create_masked_load(ptrs, mask, other, *policy, **named)
-            active = _lanes(mask, ptrs)
-            pointers, values = ptrs.data[active], result.data[active]
-            if recorder is not None:
-                recorder.accessed(pointers, values.itemsize, READ, values, number)
-                if 0 < pointers.size <= tasks.MOST_FLAGS and recorder.polls(pointers):
-                    tasks.observe("plain loads", pointers, values, ptrs.get_element_ty(), _never)
-                    return result
-            tasks.looked(pointers, values, ptrs.get_element_ty())
-            return result
-        message = tasks.take_message()
+            recorder.check_mapped(ptrs.data[_active(mask, ptrs)], READ)
+        if any(map(_is_volatile, (*policy, *named.values()))):
+            return self._volatile_load(ptrs, mask, other, *policy, **named)
+        # A load of one element may be a look at a flag.
+        single = recorder if ptrs.data.size == 1 else None
+        with single.numbered() if single is not None else contextlib.nullcontext() as number:
+            result = super().create_masked_load(ptrs, mask, other, *policy, **named)
+        active = _active(mask, ptrs)
+        pointers, values = ptrs.data[active], result.data[active]
+        if recorder is not None:
+            recorder.accessed(pointers, values.itemsize, READ, values, number)
+            if 0 < pointers.size <= tasks.MOST_FLAGS and recorder.spins_on(pointers):
+                tasks.observe("plain loads", pointers, values, ptrs.get_element_ty(), _never)
+                return result
+        tasks.observe_plain_load(pointers, values, ptrs.get_element_ty())
+        return result
+
+    def _volatile_load(self, ptrs: Any, mask: Any, other: Any, *policy: Any, **named: Any) -> Any:
+        """A load by which a loop may wait: it synchronises, as a relaxed atomic load does."""
+        recorder, message = observer.recorder, tasks.take_message()
         with recorder.numbered() if recorder is not None else contextlib.nullcontext() as number:
             result = super().create_masked_load(ptrs, mask, other, *policy, **named)
-        active = _lanes(mask, ptrs)
+        active = _active(mask, ptrs)
         if active.any():
             pointers, values = ptrs.data[active], result.data[active]
             tasks.used_flags(pointers, writes=False, acquires=False, releases=False)
             if recorder is not None and number is not None:
-                recorder.polls(pointers)
+                recorder.spins_on(pointers)
                 recorder.synchronised(number, pointers, values, READ, "relaxed", "sys", message)
             tasks.observe("load", pointers, values, ptrs.get_element_ty(), _never)
         return result
@@ -228,9 +234,9 @@ class Builder(InterpreterBuilder):
         recorder = observer.recorder
         if recorder is None:
             return super().create_masked_store(ptrs, value, mask, *policy, **named)
-        active = _lanes(mask, ptrs)
+        active = _active(mask, ptrs)
         pointers, values = ptrs.data[active], np.broadcast_to(value.data, ptrs.data.shape)[active]
-        recorder.reaches(pointers, WRITE)
+        recorder.check_mapped(pointers, WRITE)
         if tasks.take_message():
             with recorder.numbered() as number:
                 super().create_masked_store(ptrs, value, mask, *policy, **named)
@@ -242,7 +248,7 @@ class Builder(InterpreterBuilder):
 
     def create_barrier(self, *_: Any) -> None:
         if observer.recorder is not None:
-            observer.recorder.gathered()
+            observer.recorder.cta_synced()
 
     def create_make_tensor_descriptor(
         self, base: Any, shape: Any, strides: Any, block_shape: Any, is_signed: Any, padding: Any
@@ -263,7 +269,7 @@ class Builder(InterpreterBuilder):
         self.reduce(kind.name, pointers, value, inside)
 
     def reduce(self, name: str, pointers: TensorHandle, value: TensorHandle, inside: TensorHandle) -> None:
-        """Each element by itself, in no order (PTX ISA, cp.reduce.async.bulk.tensor: relaxed, of GPU scope)."""
+        """Update each element atomically (PTX ISA, cp.reduce.async.bulk.tensor: relaxed, of GPU scope)."""
         operation = atomics.of(name, value.dtype.scalar)
         self.create_atomic_rmw(
             operation, pointers, value, inside, libtriton.MEM_SEMANTIC.RELAXED, libtriton.MEM_SYNC_SCOPE.GPU
@@ -287,15 +293,15 @@ class Builder(InterpreterBuilder):
     def create_atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
         element = ptr.get_element_ty()
         shape = ptr.data.shape
-        active = _lanes(mask, ptr)
+        active = _active(mask, ptr)
         operand = np.broadcast_to(val.data, shape)[active]
         pointers = ptr.data[active]
         result = np.zeros(shape, dtype=operand.dtype)  # what a lane that is masked off returns
-        message = tasks.take_message()  # also of no lanes: it is not said of what comes next
+        message = tasks.take_message()  # even if no lane is active: it does not apply to the next access
         if pointers.size:
             with _recorded(pointers, sem, scope, message) as record:
                 old = atomics.read_modify_write(op, pointers, operand, element, sem)
-                # Who exchanges a word for the same one may be waiting for another.
+                # An exchange that finds the value that it puts there changes nothing: it may be a poll.
                 after = atomics.apply(op, old, operand, element)
                 changed = after.tobytes() != old.tobytes()
                 kind = WRITE if op == atomics.OP.XCHG else UPDATE if changed else READ
@@ -311,7 +317,7 @@ class Builder(InterpreterBuilder):
         return TensorHandle(result, val.dtype.scalar)
 
     def create_atomic_load(self, ptr: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
-        active = _lanes(mask, ptr)
+        active = _active(mask, ptr)
         pointers = ptr.data[active]
         with _recorded(pointers, sem, scope) as record:
             result = super().create_masked_load(ptr, mask, None, None, True)
@@ -337,9 +343,9 @@ class Builder(InterpreterBuilder):
 
 @contextlib.contextmanager
 def _recorded(pointers: np.ndarray, sem: Any, scope: Any, message: bool = False) -> Iterator[Callable[..., None]]:
-    """Around an atomic operation, which reports what it found and did. (numpy's arrays of no dimension are scalars.)
+    """Around an atomic operation. Gives a function by which it reports: the old values, and what it did to memory.
 
-    ``message``: it is of data that carry their own arrival.
+    ``message``: it is of data that contain their own flag.
     """
     recorder, asked = observer.recorder, atomics.ORDERS[sem]
     partitioned = tasks.current().partitioned
@@ -347,38 +353,38 @@ def _recorded(pointers: np.ndarray, sem: Any, scope: Any, message: bool = False)
     def use_flags(kind: int) -> None:
         if partitioned:
             writes = kind != READ
-            # Who drops what was there has acquired nothing that it could go on by.
+            # An update whose result is dropped acquires nothing: the program cannot act on what it found.
             acquires = asked in ("acquire", "acq_rel") and not (writes and tasks.current().dropped)
             tasks.used_flags(pointers, writes=writes, acquires=acquires, releases=asked in ("release", "acq_rel"))
 
     if recorder is None:
         yield lambda old, kind, **_: use_flags(kind)
         return
-    recorder.reaches(pointers, UPDATE)
+    recorder.check_mapped(pointers, UPDATE)
 
     def record(old: np.ndarray, kind: int, **how: Any) -> None:
         use_flags(kind)
-        where, before = np.atleast_1d(pointers), np.atleast_1d(old)
+        where, before = np.atleast_1d(pointers), np.atleast_1d(old)  # numpy makes scalars of arrays without dimensions
         if kind == READ:
-            recorder.polls(where)
+            recorder.spins_on(where)
         recorder.synchronised(number, where, before, kind, asked, atomics.SCOPES[scope], message, **how)
 
     with recorder.numbered() as number:
         yield record
 
 
-def _rereads_memory(argument: Any) -> bool:
-    """Whether an argument of a load is what a loop over that load needs: volatile, or the modifier ".cv".
+def _is_volatile(argument: Any) -> bool:
+    """Whether an argument of a load is what a loop that polls needs: ``volatile``, or the cache modifier ".cv".
 
-    That is a word in Triton 3.9, and before of a type that compares with nothing else.
+    The modifier is a string in Triton 3.9. Before, it has a type that compares with nothing else.
     """
     if isinstance(argument, libtriton.CACHE_MODIFIER):
         return argument == libtriton.CACHE_MODIFIER.CV
     return argument is True or argument == "cv"
 
 
-def _lanes(mask: TensorHandle, pointers: TensorHandle) -> np.ndarray:
-    """Which elements are accessed. Most masks have the shape of the pointers, which to find out takes numpy longer."""
+def _active(mask: TensorHandle, pointers: TensorHandle) -> np.ndarray:
+    """Which elements are accessed. Most masks have the shape of the pointers, and need no slow broadcast."""
     shape = pointers.data.shape
     return mask.data if mask.data.shape == shape else np.broadcast_to(mask.data, shape)
 

@@ -1,8 +1,8 @@
-"""Ctrl-C, and other signals that end what the host does, while programs take turns.
+"""Ctrl-C, and other signals whose handlers raise an error, while a launch runs on the main thread.
 
-An error that a signal's handler raises in the scheduler's bookkeeping would lose the baton, and with it every program.
-So while a launch runs on the main thread, such an error only marks the launch as failed there (its programs then leave,
-and the launch raises it), and is raised on the spot only in a program's own code.
+Such an error must not be raised amid the scheduler's bookkeeping: the baton (`iris.simulator.grid`) would be lost, and
+every thread would wait for it. So there the error only marks the launch as failed. Its programs then leave, and the
+launch raises the error. In a program's own code it is raised on the spot.
 """
 
 import contextlib
@@ -11,22 +11,22 @@ import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 
-# Those that programs handle. To ask for all of them takes as long as a small launch.
+# The signals that programs handle. To look at all that there are would take as long as a small launch.
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextlib.contextmanager
 def deferred(fail: Callable[[BaseException], None], program: CodeType) -> Iterator[None]:
-    """While the block runs, pass to ``fail`` what handlers of signals raise; raise it only in what ``program`` calls.
+    """While this lasts, pass to ``fail`` what signal handlers raise. Raise it too if the signal came in a program.
 
-    ``program`` is the code of the scheduler's function that runs a program. Does nothing off the main thread, where no
-    handler runs.
+    ``program``: the code of the scheduler's function that runs a program. On other threads than the main one this does
+    nothing, as no handler runs there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     found = {number: each for number in _HANDLED if callable(each := signal.getsignal(number))}
-    # The user's: in a launch by a program of another launch, those for which the outer one's handler stands.
+    # The user's handlers. If a program of another launch launches this one, `found` has those of the outer launch.
     users = {number: getattr(each, "stands_for", {number: each})[number] for number, each in found.items()}
 
     def handler(number: int, frame: FrameType | None) -> None:

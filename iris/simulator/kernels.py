@@ -1,4 +1,9 @@
-"""Jitted functions in the simulator: how they are called and launched."""
+"""What happens in the simulator when a kernel is defined, launched (``kernel[grid](...)``) or called by a kernel.
+
+A launch turns its arguments into what a kernel sees, pointers and scalars. It then passes the kernel, rewritten as
+Python (`iris.simulator.rewriting`), to the scheduler (`iris.simulator.grid`). `install` puts the functions here in the
+place of methods of Triton's classes.
+"""
 
 import functools
 import inspect
@@ -32,11 +37,11 @@ from iris.simulator import grid as scheduler
 from iris.simulator.gluon import semantic
 from iris.simulator.rewriting import lines_of, rewrite
 
-# How a kernel is launched --------------------------------------------------------------------------------------------
+# Arguments of a launch -----------------------------------------------------------------------------------------------
 
 
 def _is_constant(annotation: Any) -> bool:
-    """Whether a parameter is a compile-time constant; a string may spell it in any way: "gl.constexpr"."""
+    """Whether this annotates a compile-time constant. It may be a string, such as "gl.constexpr"."""
     spelled = isinstance(annotation, str) and annotation.strip("'\" ").split(".")[-1] == "constexpr"
     return spelled or annotation is tl.constexpr
 
@@ -45,7 +50,10 @@ _pointer_types: dict[torch.dtype, tl.pointer_type] = {}
 
 
 def _argument(value: Any, name: str, kernel: str) -> Any:
-    """What a kernel sees of an argument that is not a compile-time constant."""
+    """What a kernel sees of an argument that is not a compile-time constant: a tensor becomes a pointer, for example.
+
+    ``name`` and ``kernel`` are for errors.
+    """
     if isinstance(value, torch.Tensor):
         problem = stand_in(value)
         if problem:
@@ -86,12 +94,12 @@ def _argument(value: Any, name: str, kernel: str) -> Any:
 
 
 def _fields(value: tuple) -> Iterable[tuple[Any, Any]]:
-    """What a tuple has, each with its name, or its number."""
+    """The members of a tuple, each with its name or, of a tuple without names, its index."""
     return zip(getattr(value, "_fields", range(len(value))), value, strict=True)
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of an argument, which may be a tuple: ``a.ptr``."""
+    """The tensors of an argument, with their names: ``a.ptr`` if the argument ``a`` is a tuple."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, tuple):
@@ -120,12 +128,14 @@ in_python = breaks_graph("the simulator runs kernels in Python")
 
 
 def define(self: InterpretedFunction, fn: FunctionType, **options: Any) -> None:
+    """``InterpretedFunction.__init__``, for what ``@triton.jit`` makes."""
     _stock_init(self, fn, **options)
     # Read now, as the compiler does: by the time of the first launch someone may have edited the file.
     self._lines = lines_of(fn)
 
 
 def rewritten(self: InterpretedFunction) -> FunctionType:
+    """The Python function that stands for the kernel, made at the first use."""
     try:
         return self._simulated
     except AttributeError:
@@ -143,7 +153,7 @@ def _signature(self: InterpretedFunction) -> inspect.Signature:
 
 
 class GluonFunction(InterpretedFunction):
-    """What `gluon.jit` makes."""
+    """What ``@gluon.jit`` makes."""
 
 
 def call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
@@ -155,9 +165,9 @@ def call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
         )
     function, task = rewritten(self), tasks.current()
     if task.spinning and self.fn.__code__.co_filename.startswith(lines.LANGUAGE):
-        return noted.by_library(function, *args, **kwargs)
-    if task.dropped and lines.owner(self.fn.__code__) != lines.OTHER:
-        return noted.used(function, *args, **kwargs)
+        return noted.call_library(function, *args, **kwargs)
+    if task.dropped and lines.owner(self.fn.__code__) != lines.INTERNAL:
+        return noted.call_used(function, *args, **kwargs)
     return function(*args, **kwargs)
 
 
@@ -191,31 +201,34 @@ def launch(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwa
     if observer.recorder is not None:
         for argument in bound.arguments.items():
             for name, value in _tensors(*argument):
-                observer.recorder.given(name, value)
+                observer.recorder.kernel_argument(name, value)
     program = functools.partial(rewritten(self), **values)
     columns, rows, layers = dims + (1,) * (3 - len(dims))
     scheduler.run(kernel, (columns, rows, layers), num_warps, program)
 
 
 def first_config(self: Autotuner, *args: Any, config: Any, **options: Any) -> list[float]:
-    """In the place of a configuration's time: the first one wins, on every rank, and none runs twice."""
+    """The time that the autotuner measures, the same for each configuration: the first wins, and none is run for it."""
     return [0.0, 0.0, 0.0]
 
 
 def no_disk_cache(self: Autotuner, key: Any, configs: Any, choose: Callable) -> Any:
+    """Choose without the autotuner's cache on disk, which is for times on GPUs."""
     return choose()
 
 
 def defined_too_early(self: JITFunction, *args: Any, **kwargs: Any) -> None:
+    """The launch of a kernel that was defined before the simulator was active."""
     code = self.fn.__code__
     raise KernelDefinedTooEarlyError(self.fn.__name__, f"{code.co_filename}:{code.co_firstlineno}")
 
 
 def install() -> None:
-    """Let jitted functions run here: those of now, and those to come."""
+    """Put these functions in the place of Triton's. Once for the life of the process."""
     replace_function_methods(define, rewritten, call, launch)
     replace_launches(defined_too_early)
     in_python(Autotuner.run)
     replace_measurements(first_config, no_disk_cache)
-    replace_numpy_dtype(dtypes.storage)  # the same, remembered
-    leave_out_size_checks()  # which are of the interpreter itself, and take longer than the rest of making one
+    # The rest is for speed.
+    replace_numpy_dtype(dtypes.storage)  # which caches what the interpreter's function returns
+    leave_out_size_checks()  # of tensors: they take longer than all else that makes one

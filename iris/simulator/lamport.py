@@ -1,7 +1,7 @@
-"""Elements that are their own flags (`iris.language.lamport`) are sent to memory that is cleared.
+"""Checks that elements that are their own flags (`iris.language.lamport`) are sent to memory that is cleared.
 
-Where it is not, the reader takes what is left there for what it awaits, if the sender is late: a wrong number now and
-then. Here it is an error each time, whoever is late.
+If it is not, and the sender is late, the reader takes what is left there for what it waits for. That is a wrong number
+now and then. Here it is an error each time, whoever is late.
 """
 
 import numpy as np

@@ -1,8 +1,9 @@
-"""``tl`` and ``gl`` while the simulator is active: every builtin bound to the simulator's semantic layer, for good.
+"""Binds ``tl`` and ``gl`` to the simulator: every builtin then calls its semantic layer (`iris.simulator.gluon`).
 
-Triton's interpreter binds the language anew around each launch and each call of a device function. Here it happens
-once, when the simulator is activated, in every module of the two languages, so it is the same whether they were
-imported earlier or not, and kernels on several threads do not pull it from under each other.
+A builtin of Triton takes the semantic layer as an argument, which the compiler passes. Triton's interpreter replaces
+all builtins around each launch and each call of a device function. Here they are replaced once, when the simulator is
+activated, in every module of the two languages. So kernels on several threads do not interfere, and it makes no
+difference whether a program has imported the languages earlier.
 """
 
 import functools
@@ -62,7 +63,7 @@ def _static_print(*values: Any, **options: Any) -> None:
 
 
 def _replacements() -> dict[Any, Any]:
-    """What stands in for a builtin that does not reach the semantic layer as it should, by the builtin."""
+    """The replacements of builtins that the semantic layer alone does not make work, by the builtin."""
     replaced = {
         tl.reduce: reductions.reduce,
         tl.associative_scan: reductions.associative_scan,
@@ -83,9 +84,9 @@ def _replacements() -> dict[Any, Any]:
 
 def _bind(builtin: Callable) -> Callable:
     """``builtin`` with the simulator's semantic layer."""
-    inner = getattr(builtin, "__wrapped__", builtin)  # past the check that it is called by the compiler
+    inner = getattr(builtin, "__wrapped__", builtin)  # without the check that the compiler calls it
     if not _takes_semantic(inner):
-        return builtin  # such as asks the compiler for a layout
+        return builtin
 
     @functools.wraps(builtin)
     def bound(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
@@ -98,7 +99,7 @@ def _bind(builtin: Callable) -> Callable:
 
 
 def _without_compiler(replacement: Callable) -> Callable:
-    """``replacement``, callable as builtins are called by one another."""
+    """``replacement``, as other builtins call it: with the compiler's arguments, which it does not take."""
 
     @functools.wraps(replacement)
     def replaced(*args: Any, _semantic: Any = None, _generator: Any = None, **kwargs: Any) -> Any:
@@ -114,22 +115,23 @@ def _forwarding(fn: Callable) -> Callable:
     return wrapper
 
 
-# In the place of the check, in a wrapper that closes over nothing but the builtin, that the compiler calls it.
+# Triton wraps a builtin in a function that checks who calls it, and that closes over the builtin alone. This code takes
+# the place of that function's code, and calls whatever the closure holds.
 _FORWARDING = _forwarding(_same).__code__
 
 
 def _is_unmarked_builtin(member: FunctionType) -> bool:
-    """The compiler passes its semantic layer to any method that takes it; not all of Gluon's are marked."""
+    """Whether this method is a builtin without being marked as one, as some of Gluon's are: it takes ``_semantic``."""
     return not member.__name__.startswith("_") and _takes_semantic(member)
 
 
 def _takes_semantic(function: Callable) -> bool:
-    code = inspect.unwrap(function).__code__  # of its signature, which takes ten times as long to make
+    code = inspect.unwrap(function).__code__  # `inspect.signature` takes ten times as long
     return "_semantic" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 class _Binder:
-    """Finds what stands in for each object of the languages; the same for the same, whatever modules it is in."""
+    """Finds the replacement of each object of the languages: always the same one, in all modules that have it."""
 
     def __init__(self) -> None:
         self._stand_ins = {original: _without_compiler(new) for original, new in _replacements().items()}
@@ -137,6 +139,7 @@ class _Binder:
         self._classes: set[type] = set()
 
     def stand_in(self, value: Any) -> Any:
+        """The replacement of ``value``, or ``value`` itself. The members of a class are replaced in place."""
         if isinstance(value, (JITFunction, InterpretedFunction)):
             if value.fn in self._stand_ins:
                 return self._stand_ins[value.fn]
@@ -158,7 +161,7 @@ class _Binder:
         return value
 
     def forward(self) -> None:
-        """Let the builtins themselves call what stands in for them, for who has imported one by its name earlier."""
+        """Let the original builtins call their replacements: a program may have imported one by its name earlier."""
         for original, stand_in in self._stand_ins.items():
             if isinstance(original, FunctionType) and original.__code__.co_freevars == _FORWARDING.co_freevars:
                 assert original.__closure__ is not None
@@ -179,7 +182,7 @@ def install() -> None:
         import_module(f"triton.language.extra.{name}")
     binder = _Binder()
     modules = [module for name, module in sys.modules.items() if name.startswith(_LANGUAGES)]
-    # All are looked up before any is changed: a builtin is found by what it wraps.
+    # All are looked up before any is replaced, as a builtin is recognised by what it wraps.
     changes = [
         (module, name, new)
         for module in modules
@@ -201,7 +204,7 @@ def install() -> None:
 
 
 def _install_constexpr() -> None:
-    """An operator between a global constant and a tensor is the tensor's, as it is to the compiler."""
+    """Let an operator between a global constant and a tensor be the tensor's, as the compiler does."""
 
     def leaving_tensors(operator: Callable) -> Callable:
         @functools.wraps(operator)
@@ -218,9 +221,9 @@ def _install_constexpr() -> None:
 
 
 def _install_tensor() -> None:
-    """What Python asks of a tensor, and the compiler never does."""
+    """Add what Python needs of a tensor and the compiler does not: its truth value, its value as an index, its text."""
     tensor = tl.tensor
-    # Of a block it is true: the semantic layer asks in this way whether there is a mask.
+    # A block is true: the semantic layer asks ``if mask`` to find out whether there is one.
     tensor.__bool__ = lambda self: bool(self.handle.data.reshape(-1)[0]) if self.handle.data.size == 1 else True
     tensor.__index__ = lambda self: int(self.handle.data.reshape(-1)[0])
     tensor.__repr__ = lambda self: repr(self.handle.data)

@@ -1,13 +1,13 @@
-"""Which dtypes an operation may have: what Triton compiles for no GPU is refused in the simulator, too."""
+"""Refuses operations on dtypes for which Triton compiles them for no GPU. (numpy would calculate them all the same.)"""
 
 import triton.language as tl
 
-# What products are added up in, where the factors leave no choice.
-SUMS_OF = {tl.int8: tl.int32, tl.bfloat16: tl.float32, tl.float32: tl.float32, tl.float64: tl.float64}
+# The dtype of a product's accumulator, by that of its factors, where there is only one.
+ACCUMULATORS = {tl.int8: tl.int32, tl.bfloat16: tl.float32, tl.float32: tl.float32, tl.float64: tl.float64}
 
 
 def check_arithmetic(dtype: tl.dtype) -> None:
-    """Refuse what Triton compiles for no GPU: of fp8 only absolute values, choices and conversions."""
+    """Refuse arithmetic on fp8: Triton compiles only absolute values, `tl.where` and conversions of it."""
     if dtype.is_fp8():
         raise TypeError(
             f"Arithmetic on {dtype} does not compile, nor do comparisons and scans of it: convert to {tl.float32} "
@@ -16,8 +16,8 @@ def check_arithmetic(dtype: tl.dtype) -> None:
 
 
 def check_conversion(source: tl.dtype, target: tl.dtype, toward_zero: bool) -> None:
-    """Refuse what Triton compiles for no GPU."""
-    # Those of 4 and those of 5 bits of exponent alike, and AMD's forms of them.
+    """Refuse a conversion that Triton compiles for no GPU. ``toward_zero``: its rounding."""
+    # All fp8 formats: with 4 and with 5 bits of exponent, and AMD's "fnuz" forms.
     narrow = [dtype for dtype in (source, target) if dtype.is_fp8()]
     if source != target and (len(narrow) == 2 or (narrow and tl.float64 in (source, target))):
         raise TypeError(
@@ -31,10 +31,11 @@ def check_conversion(source: tl.dtype, target: tl.dtype, toward_zero: bool) -> N
         )
 
 
-def check_product(factor: tl.dtype, summed: tl.dtype) -> None:
-    """Refuse a product of matrices whose sums have a dtype for which there is no instruction."""
-    if SUMS_OF.get(factor, summed) != summed or (summed == tl.float64) != (factor == tl.float64):
+def check_product(factor: tl.dtype, accumulator: tl.dtype) -> None:
+    """Refuse a product of matrices whose accumulator has a dtype for which there is no instruction."""
+    wanted = ACCUMULATORS.get(factor, accumulator)
+    if wanted != accumulator or (accumulator == tl.float64) != (factor == tl.float64):
         raise TypeError(
-            f"A product of {factor} is added to {summed}, for which there is no instruction, nor does it compile. "
-            f"Give an accumulator of {SUMS_OF.get(factor, tl.float32)}."
+            f"A product of {factor} is added to {accumulator}, for which there is no instruction, nor does it compile. "
+            f"Give an accumulator of {ACCUMULATORS.get(factor, tl.float32)}."
         )

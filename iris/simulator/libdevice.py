@@ -1,4 +1,4 @@
-"""Functions of the vendors' device libraries (``libdevice.tanh``), by torch's functions of the same names."""
+"""Functions of the vendors' device libraries, such as ``libdevice.tanh``: torch's functions of the same names."""
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ def call(symbol: str, arguments: list[TensorHandle], result: tl.dtype) -> Tensor
 
 
 def install() -> None:
-    """Give the portable names their meaning, which the compiler takes from the vendor's module of the same names."""
+    """Put CUDA's functions in the place of the portable ones, which the compiler resolves by the target."""
     for name, function in vars(cuda.libdevice).items():
         if is_builtin(function) and hasattr(libdevice, name):
             setattr(libdevice, name, function)

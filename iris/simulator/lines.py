@@ -1,4 +1,8 @@
-"""Which line of whose program is being done: what a finding names."""
+"""Which line of the user's program is being done: what findings and errors name.
+
+Stacks are searched for it, frame by frame. The files that a frame's code may come from are told apart here by who owns
+them: the user, the library's kernels, an installed package, or internals that no report names.
+"""
 
 import functools
 import os
@@ -13,12 +17,19 @@ import torch
 from iris.simulator import grid
 from iris.simulator.folders import IRIS, SANITIZER, SIMULATOR, TRITON
 
-USER, LIBRARY, INSTALLED, OTHER = "user", "library", "installed", "other"
+USER, LIBRARY, INSTALLED, INTERNAL = "user", "library", "installed", "internal"
+"""Who owns a file:
+
+* USER: the program
+* LIBRARY: Iris, but for its internals
+* INSTALLED: a package in ``site-packages``
+* INTERNAL: simulator, sanitizer and language of Iris, Triton, torch, the standard library, and code of no file
+"""
 
 LANGUAGE = IRIS + "language" + os.sep
 
 _INSTALLED = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
-_OTHER = (
+_INTERNAL = (
     IRIS + "observer.py",
     SIMULATOR,
     SANITIZER,
@@ -29,22 +40,26 @@ _OTHER = (
     "<",
 )
 
+CodeLine = tuple[CodeType, int]
+"""A line of a frame: its code, and the number of the line in the code's file."""
+
 
 class Line(NamedTuple):
-    """One of a program's, and the function that it is in."""
+    """A line as a report names it."""
 
     file: str
     number: int
     function: str
 
 
-# Below a program's frames lies this one.
 BOTTOM = grid.Launch._execute.__code__
+"""The code whose frame lies below those of a kernel: stacks are searched down to it."""
 
 
-def line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
-    """The innermost line of the user's, from ``frame`` on; in the library's own kernels, or if there is none but in
-    packages that are installed, the innermost of theirs.
+def user_line(frame: FrameType | None) -> CodeLine | None:
+    """The innermost line of the user's, from ``frame`` outwards.
+
+    If there is none, the innermost line of the library's kernels or of an installed package.
     """
     line = None
     while frame is not None and frame.f_code is not BOTTOM:
@@ -57,18 +72,14 @@ def line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
     return line
 
 
-def kernel_line_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
-    """The outermost line of the user's in the program that runs, from ``frame`` on: that of the kernel itself."""
-    line = None
-    while frame is not None and frame.f_code is not BOTTOM:
-        if owner(frame.f_code) == USER:
-            line = frame.f_code, frame.f_lineno
-        frame = frame.f_back
-    return line
+def kernel_line(frame: FrameType | None) -> CodeLine | None:
+    """The outermost line of the user's, from ``frame`` outwards: that of the kernel itself."""
+    lines = list(user_lines(frame))
+    return lines[-1] if lines else None
 
 
-def users_lines(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
-    """The lines of the user's, from ``frame`` outwards."""
+def user_lines(frame: FrameType | None) -> Iterator[CodeLine]:
+    """All lines of the user's, from ``frame`` outwards."""
     while frame is not None and frame.f_code is not BOTTOM:
         if owner(frame.f_code) == USER:
             yield frame.f_code, frame.f_lineno
@@ -76,12 +87,12 @@ def users_lines(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
 
 
 def package_of(frame: FrameType) -> str:
-    """The package whose code runs in ``frame``: "torch" of what is in `torch.distributed`."""
+    """The package whose code runs in ``frame``: "torch" for `torch.distributed`."""
     return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
-def lines_of_error(error: BaseException) -> tuple[tuple[CodeType, int] | None, tuple[CodeType, int] | None]:
-    """The lines of `line_of` and of `kernel_line_of`, of what has raised ``error``."""
+def lines_of_error(error: BaseException) -> tuple[CodeLine | None, CodeLine | None]:
+    """What `user_line` and `kernel_line` would have given where ``error`` was raised."""
     line, outermost, trace = None, None, error.__traceback__
     while trace is not None:
         whose = owner(trace.tb_frame.f_code)
@@ -93,20 +104,21 @@ def lines_of_error(error: BaseException) -> tuple[tuple[CodeType, int] | None, t
     return line, outermost
 
 
-def known(line: tuple[CodeType, int] | None) -> Line:
+def as_line(line: CodeLine | None) -> Line:
+    """``line`` for a report; with question marks if it is None."""
     return Line("?", 0, "?") if line is None else Line(line[0].co_filename, line[1], line[0].co_name)
 
 
 @functools.cache
 def owner(code: CodeType) -> str:
-    """Whose line a frame with this code shows."""
+    """Who owns the file of this code."""
     return owner_of(code.co_filename)
 
 
 def owner_of(file: str) -> str:
-    """Whose lines those of a file are: the user's, one of this library's kernels', a package's, or nobody's."""
-    if file.startswith(_OTHER):
-        return OTHER
+    """Who owns a file: USER, LIBRARY, INSTALLED or INTERNAL."""
+    if file.startswith(_INTERNAL):
+        return INTERNAL
     if file.startswith(IRIS):
         return LIBRARY
     return INSTALLED if any(folder in file for folder in _INSTALLED) else USER

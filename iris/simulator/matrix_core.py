@@ -1,4 +1,4 @@
-"""Products of matrices in registers, and what AMD has: accesses by a base and offsets, hints to the compiler."""
+"""Matrix products in registers, and AMD's own builtins: buffer loads, stores and atomics, `slice`, compiler hints."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +17,8 @@ def multiply_add(a: tl.tensor, b: tl.tensor, acc: tl.tensor, *_: Any, **__: Any)
 
 
 def unavailable(name: str) -> Callable:
+    """A stand-in for a builtin that the simulator lacks."""
+
     def refuse(*_: Any, **__: Any) -> None:
         raise NotInSimulatorError(name)
 
@@ -33,7 +35,7 @@ def sliced(source: tl.tensor, shape: Sequence[Any], offsets: Sequence[Any]) -> t
 
 
 def sched_barrier(allow: Any = None) -> None:
-    """Nothing: what the compiler may move past it makes no difference here."""
+    """Does nothing: here no instruction is moved."""
 
 
 def buffer_load(ptr: Any, offsets: Any, mask: Any = None, other: Any = None, cache: Any = None) -> Any:

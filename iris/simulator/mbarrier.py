@@ -1,8 +1,8 @@
-"""Barriers in shared memory: arrivals and bytes that are awaited, in phases (PTX ISA, "mbarrier").
+"""Barriers in shared memory (PTX ISA, "mbarrier"): they count arrivals, and bytes of copies, in phases.
 
-A phase ends when as many arrivals have come as the barrier counts and no announced byte is outstanding; the next one
-begins at once. Copies that signal a barrier are carried out when something waits for the phase, one by one, until it is
-over.
+A phase ends when all arrivals that the barrier counts have come, and all bytes that were announced. The next phase
+begins at once. A copy that signals a barrier is carried out when something waits for the phase: one by one, until the
+phase is over.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,15 @@ from iris.simulator.asynchronous import Operation
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth
 from iris.simulator.shapes import unwrapped
 
-# The object is an opaque 64-bit word; these are the ranges that the PTX ISA gives its parts.
+# The object is an opaque 64-bit word. The PTX ISA gives its parts these ranges.
 COUNT_BITS = 20
 BYTES_BITS = 21
 
 
 @dataclass
 class _State:
+    """What the word holds: arrivals per phase, those and the bytes left in this one, and the phase's lowest bit."""
+
     count: int
     pending: int
     awaited_bytes: int
@@ -72,9 +74,9 @@ def arrive(mbarrier: SharedMemory, *, count: Any = 1, pred: Any = True, **_: Any
     note_arrival(mbarrier)
     before = int(mbarrier.handle.flat[0])
     over = update(mbarrier, integer(count))
-    # Who has yet to arrive, and then who waits for it, goes on before the next line of who has arrived: the order that
-    # finds an arrival which is too early. By the word, as others may invalidate the barrier after the phase, which is
-    # its lowest bit.
+    # First the partitions run that have yet to arrive, then those that wait, and only then this one goes on. This order
+    # shows an arrival that comes too early. The loop looks at the word alone, whose lowest bit is the phase: another
+    # partition may have invalidated the barrier meanwhile.
     while not over:
         seen = int(mbarrier.handle.flat[0])
         tasks.give_way()
@@ -88,7 +90,8 @@ def arrive(mbarrier: SharedMemory, *, count: Any = 1, pred: Any = True, **_: Any
 def expect(mbarrier: SharedMemory, bytes: Any = None, pred: Any = True, *, bytes_per_cta: Any = None, **_: Any) -> None:
     """Announce bytes, and arrive once: Gluon's `expect` is PTX's ``mbarrier.arrive.expect_tx``.
 
-    The copies after it are part of what it arrives for, so who has yet to arrive need not come before them.
+    The copies that follow it belong to the phase. So, unlike after `arrive`, this partition goes on before those that
+    have yet to arrive.
     """
     if not truth(pred):
         return
@@ -98,7 +101,7 @@ def expect(mbarrier: SharedMemory, bytes: Any = None, pred: Any = True, *, bytes
 
 
 def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> bool:
-    """Count arrivals, and bytes that are announced or (negative) have come; whether that ends the phase."""
+    """Count arrivals, and bytes that are announced or, if negative, have come. Returns whether that ends the phase."""
     state = _State.of(mbarrier)
     state.pending -= arrivals
     state.awaited_bytes += announced
@@ -113,10 +116,10 @@ def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> boo
     over = state.pending == 0 and state.awaited_bytes == 0
     if over:
         state.pending, state.phase = state.count, state.phase ^ 1
-    partitions, _ = tasks.sharing()
-    if partitions is not None:
+    checker, _ = tasks.shared_memory_checker()
+    if checker is not None:
         if over:
-            partitions.phase_ends(mbarrier.handle)
+            checker.mbarrier_phase_end(mbarrier.handle)
         if observer.recorder is not None:
             observer.recorder.mbarrier_arrived(mbarrier.handle.ctypes.data, over)
     state.put(mbarrier)
@@ -124,12 +127,12 @@ def update(mbarrier: SharedMemory, arrivals: int = 0, announced: int = 0) -> boo
 
 
 def announce(mbarrier: SharedMemory, operation: Operation) -> None:
-    """Hold ``operation``, which signals the barrier at its end, back until something waits for that."""
+    """Keep ``operation``, which signals the barrier at its end, until something waits for the barrier."""
     _announced(mbarrier).append(observer.from_here(operation, mbarrier.handle.ctypes.data))
 
 
 def wait(mbarrier: SharedMemory, phase: Any, pred: Any = True, deps: Any = (), **_: Any) -> None:
-    """Wait until the phase of this parity is over, that is, until the barrier is in the other one."""
+    """Wait until the phase of this parity is over, that is, until the barrier is in a phase of the other parity."""
     parity = integer(phase)
     if parity not in (0, 1):
         raise ValueError(f"the phase of an mbarrier is 0 or 1, not {parity}: wait for `phase & 1`")
@@ -140,18 +143,18 @@ def wait(mbarrier: SharedMemory, phase: Any, pred: Any = True, deps: Any = (), *
             announced.popleft()()
         else:
             _observe(mbarrier, state)
-    partitions, task = tasks.sharing()
-    if waiting and partitions is not None:
-        partitions.waited(task, mbarrier.handle)
+    checker, task = tasks.shared_memory_checker()
+    if waiting and checker is not None:
+        checker.mbarrier_waited(task, mbarrier.handle)
         if observer.recorder is not None:
             observer.recorder.mbarrier_waited(mbarrier.handle.ctypes.data)
 
 
 def note_arrival(mbarrier: SharedMemory) -> None:
-    """Who waits for the phase will know what the current task knows now."""
-    partitions, task = tasks.sharing()
-    if partitions is not None:
-        partitions.arrives(task, mbarrier.handle)
+    """Tell the race detector that the current task arrives."""
+    checker, task = tasks.shared_memory_checker()
+    if checker is not None:
+        checker.mbarrier_arrive(task, mbarrier.handle)
 
 
 def _announced(mbarrier: SharedMemory) -> Any:
@@ -173,7 +176,7 @@ def _observe(mbarrier: SharedMemory, state: _State) -> None:
 
 
 def _name(mbarrier: SharedMemory) -> str:
-    """With its number among those that were allocated with it."""
+    """The mbarrier in words: with its index, if several were allocated together."""
     word = mbarrier.handle
     allocated = word if word.base is None else word.base
     if allocated.size == 1:

@@ -1,7 +1,12 @@
-"""Hints for the simulator that an operation alone does not show: fences, waits, results that nobody uses.
+"""What the simulator knows of an operation besides the operation itself: fences, waits, results that nobody uses.
 
-Device functions of the library report them by `iris.language.note`. For loops and statements, those of users too, calls
-that `iris.simulator.rewriting` inserts report them.
+The scheduler, the error message of a hang and the sanitizer use it. It comes from three sources:
+
+* device functions of the library, which report it by `iris.language.note`: it calls a function here by its name
+* rewritten kernels: `iris.simulator.rewriting` replaces statements and loops by calls of functions here
+* `iris.simulator.kernels`, which calls device functions by functions here
+
+What is known is kept in the current `iris.simulator.tasks.Task`.
 """
 
 import contextlib
@@ -15,29 +20,29 @@ from iris.simulator import tasks
 from iris.simulator.shapes import unwrapped
 from iris.simulator.tasks import Condition
 
-# By device functions -------------------------------------------------------------------------------------------------
+# Reported by device functions of the library -------------------------------------------------------------------------
 
 
 def fenced() -> None:
-    """All that the program did comes before all that it will do."""
+    """A memory fence: all that the program did before happens before all that it does from here on."""
     tasks.fenced()
     if observer.recorder is not None:
         observer.recorder.fenced()
 
 
 def proxy_fenced() -> None:
-    """What the program did comes before the copies by TMA that it will issue."""
+    """A proxy fence: what the program did before happens before the copies by TMA that it issues from here on."""
     if observer.recorder is not None:
         observer.recorder.proxy_fenced()
 
 
 def message() -> None:
-    """What is accessed next carries its own arrival: `iris.language.ll` and `iris.language.lamport`."""
+    """The next access is of data that contain their own flag: `iris.language.ll` and `iris.language.lamport`."""
     tasks.current().message = observer.recorder is not None
 
 
 def waits_for(wanted: tl.tensor, cmp: str) -> None:
-    """The program waits until its flag compares so to ``wanted``. The caller may use the flag's final value."""
+    """The program waits until a flag compares as ``cmp`` to ``wanted``. The wait returns the flag's final value."""
     tasks.current().condition = Condition(cmp, _number(wanted), wanted.dtype.primitive_bitwidth, returned=True)
 
 
@@ -48,13 +53,13 @@ def waits_for_ranks(reached: tl.tensor, num_ranks: Any) -> None:
 
 
 def waited() -> None:
-    """The program waits no more."""
+    """The wait is over."""
     tasks.current().condition = None
 
 
 def loads_for_caller() -> None:
-    """What this function loads, its caller has asked for: it may be what a loop of the caller's waits for."""
-    tasks.current().looks_up = False
+    """What this function loads, its caller has asked for: so the load may be the poll of a loop of the caller's."""
+    tasks.current().library_loads = False
 
 
 def _number(value: Any) -> int:
@@ -62,11 +67,11 @@ def _number(value: Any) -> int:
     return int(value.handle.data.item()) if isinstance(value, tl.tensor) else value
 
 
-# By rewritten code ---------------------------------------------------------------------------------------------------
+# Called by rewritten kernels -----------------------------------------------------------------------------------------
 
 
-def dropped(function: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """A call that is a statement: nobody uses what it returns, such as the former value of a flag."""
+def call_dropped(function: Callable, /, *args: Any, **kwargs: Any) -> None:
+    """Make a call that is a statement: nobody uses what it returns, such as the former value of a flag."""
     task = tasks.current()
     before, task.dropped = task.dropped, True
     try:
@@ -75,20 +80,10 @@ def dropped(function: Callable, /, *args: Any, **kwargs: Any) -> None:
         task.dropped = before
 
 
-def used(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function that is not the library's. Its own calls count as used, even if its result is dropped."""
+def look_of_loop(cmp: str, wanted: Callable[[], Any], function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """Make the call by which a loop looks at memory. The loop ends when the value compares as ``cmp`` to ``wanted``."""
     task = tasks.current()
-    before, task.dropped = task.dropped, False
-    try:
-        return function(*args, **kwargs)
-    finally:
-        task.dropped = before
-
-
-def looked(cmp: str, wanted: Callable[[], Any], function: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """A call that looks at memory in the condition of a loop, which ends when the value compares so to ``wanted``."""
-    task = tasks.current()
-    before, task.condition = task.condition, _of_loop(cmp, wanted)
+    before, task.condition = task.condition, _condition_of_loop(cmp, wanted)
     try:
         return function(*args, **kwargs)
     finally:
@@ -97,7 +92,7 @@ def looked(cmp: str, wanted: Callable[[], Any], function: Callable, /, *args: An
 
 @contextlib.contextmanager
 def spinning() -> Iterator[None]:
-    """Around a loop that nothing ends but memory: who loads the same again there makes no progress."""
+    """Around a loop that only a change of memory can end. If it loads the same again, the program makes no progress."""
     task = tasks.current()
     before, task.spinning = task.spinning, True
     try:
@@ -106,24 +101,34 @@ def spinning() -> Iterator[None]:
         task.spinning = before
 
 
-# By calls of device functions ----------------------------------------------------------------------------------------
-
-
-def by_library(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of `iris.language`. It loads for itself, unless it says `loads_for_caller`."""
-    task = tasks.current()
-    before, task.looks_up = task.looks_up, True
-    try:
-        return function(*args, **kwargs)
-    finally:
-        task.looks_up = before
-
-
-def _of_loop(cmp: str, wanted: Callable[[], Any]) -> Condition | None:
+def _condition_of_loop(cmp: str, wanted: Callable[[], Any]) -> Condition | None:
     try:
         value = unwrapped(wanted())
-    except Exception:  # the program will raise it, too
+    except Exception:  # the loop's own comparison will raise it, too
         return None
     if isinstance(value, tl.tensor) and not value.type.is_block() and value.dtype.is_int():
         value = _number(value)
     return Condition(cmp, value, 64) if isinstance(value, int) else None
+
+
+# Called by `iris.simulator.kernels` ----------------------------------------------------------------------------------
+
+
+def call_used(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a device function of the user's. It uses the results of its own calls, even if its result is dropped."""
+    task = tasks.current()
+    before, task.dropped = task.dropped, False
+    try:
+        return function(*args, **kwargs)
+    finally:
+        task.dropped = before
+
+
+def call_library(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a device function of `iris.language`. It loads for itself, unless it reports `loads_for_caller`."""
+    task = tasks.current()
+    before, task.library_loads = task.library_loads, True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        task.library_loads = before

@@ -1,14 +1,14 @@
 """Python's parser for one thread at a time.
 
-CPython counts how deep it is in a tree in memory of the interpreter, which its threads share (Python/Python-ast.c,
-``PyAST_mod2obj``). Where threads took turns there it raised SystemError, "AST constructor recursion depth mismatch".
-Programs launch kernels in several threads, and each is parsed.
+CPython counts its recursion depth, while it makes a syntax tree, in memory that all threads share (Python/Python-ast.c,
+``PyAST_mod2obj``). If threads switch meanwhile, it raises SystemError, "AST constructor recursion depth mismatch".
+Programs may launch kernels from several threads, and each kernel is parsed at its first launch.
 """
 
 import ast
 import threading
 
-# One thread may come back, where what it allocates has Python collect garbage.
+# The same thread may come again: memory that it allocates here may start garbage collection, and that a destructor.
 _lock = threading.RLock()
 
 

@@ -1,8 +1,8 @@
-"""`reduce` and `associative_scan` over whole blocks.
+"""`tl.reduce` and `tl.associative_scan`, by calls of the combining function on whole blocks.
 
-Triton's interpreter combines one element at a time, and calculates on stored bits where numpy lacks the type. Here the
-combining function is applied to blocks: a reduction combines neighbours, halving the axis, a scan doubles the distance,
-so either takes log2(n) calls, in the order of the elements, and rounds after each operation as a GPU does.
+Triton's interpreter combines one element at a time, and calculates on stored bits where numpy lacks the type. Here a
+reduction combines neighbours, so that each call halves the axis. A scan combines elements at a distance that doubles.
+Either takes log2(n) calls, keeps the order of the elements, and rounds after each operation as a GPU does.
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ from iris.simulator import dtypes
 from iris.simulator.legality import check_arithmetic
 from iris.simulator.shapes import unwrapped
 
+# Combining functions of Triton's own for which numpy has a function.
 _FAST_REDUCTIONS = {
     combine_sum.fn: np.add,
     combine_max.fn: np.fmax,
@@ -25,7 +26,7 @@ _FAST_SCANS = {combine_sum.fn: np.add, combine_product.fn: np.multiply}
 
 
 def make_tensor(data: np.ndarray, dtype: tl.dtype) -> tl.tensor:
-    """A block of stored values; a scalar when ``data`` has no axis."""
+    """A tensor of the language from stored values; a scalar if ``data`` has no axis."""
     if data.ndim == 0:
         return tl.tensor(TensorHandle(data.reshape(1), dtype), dtype)
     return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)))
@@ -42,7 +43,7 @@ def reduce(input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **_: 
         kept = tuple(1 if i == axis % len(shape) else n for i, n in enumerate(shape))
     types = [operand.dtype for operand in operands]
     ufunc = _fast(_FAST_REDUCTIONS, combine_fn, types)
-    # numpy sums halves in single precision; a GPU rounds each addition.
+    # numpy adds up float16 in float32. A GPU rounds each addition.
     if ufunc is not None and not (ufunc is np.add and types[0] == tl.float16):
         arrays = [ufunc.reduce(arrays[0], axis=0, dtype=arrays[0].dtype)]
     else:

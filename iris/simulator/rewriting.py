@@ -1,8 +1,9 @@
-"""How a kernel's source becomes Python that runs.
+"""How the source of a kernel is rewritten as a Python function that does the same.
 
 A kernel is Python, but not quite: ``x = 0`` makes a tensor, ``range`` counts in tensors, ``a and b`` on blocks works
-element by element. Its source is rewritten accordingly and compiled once; file names and line numbers stay, so
-tracebacks point at the user's lines. Globals, closures and defaults are those of the original function.
+element by element. So its syntax tree is rewritten: such places become calls of helpers, below. Statements and loops
+also report what the scheduler and the sanitizer need (`iris.simulator.noted`). The tree is compiled once. File names
+and line numbers stay, so tracebacks point at the user's lines. Globals, closures and defaults are the original ones.
 """
 
 import ast
@@ -34,7 +35,7 @@ from iris.simulator.shapes import unwrapped
 def _assigned(value: Any) -> Any:
     """What a name stands for after ``name = value``: numbers become tensors, as in the compiler."""
     if hasattr(value, "_fields"):
-        return type(value)(*map(unwrapped, value))  # which makes a plain tuple of a named one
+        return type(value)(*map(unwrapped, value))  # `unwrapped` itself would make a plain tuple of a named one
     value = unwrapped(value)
     return semantic.to_tensor(value) if isinstance(value, (bool, int, float)) else value
 
@@ -52,7 +53,7 @@ def _or(left: Any, right: Callable[[], Any]) -> Any:
 
 
 def _compare(left: Any, *steps: Callable) -> Any:
-    """A chain ``a < b < c``; ``steps``: a comparison and what gives its right side, in turn."""
+    """A chain ``a < b < c``. ``steps``: in turn a comparison, and a function that gives its right side."""
     result: Any = True
     for comparison, operand in zip(steps[::2], steps[1::2], strict=True):
         if not result:  # as in Python, what comes after is not evaluated
@@ -69,12 +70,12 @@ def _not(value: Any) -> Any:
 
 
 def _joined(left: Any, right: Any) -> list:
-    """``[n] + block.shape``: to the compiler lists and tuples are one type."""
+    """``[n] + block.shape``, a list and a tuple: to the compiler these are one type."""
     return [*left, *right]
 
 
 def counted(*bounds: Any, **options: Any) -> Iterator[tl.tensor]:
-    """``range`` in a kernel: counts in tensors of the bounds' integer type."""
+    """``range`` and `tl.range` in a kernel: count in tensors of the bounds' integer type."""
     bounds = tuple(unwrapped(bound) for bound in bounds)
     named = (options.get("arg1"), options.get("arg2"), options.get("step"))
     bounds += tuple(unwrapped(bound) for bound in named if bound is not None)
@@ -85,6 +86,7 @@ def counted(*bounds: Any, **options: Any) -> Iterator[tl.tensor]:
         yield tl.tensor(TensorHandle(np.array([i], dtype=storage), dtype), dtype)
 
 
+# By the names that rewritten code has for them.
 _HELPERS: dict[str, Callable] = {
     "__simulated_assigned__": _assigned,
     "__simulated_and__": _and,
@@ -93,28 +95,33 @@ _HELPERS: dict[str, Callable] = {
     "__simulated_compare__": _compare,
     "__simulated_joined__": _joined,
     "__simulated_range__": counted,
-    "__simulated_dropped__": noted.dropped,
-    "__simulated_looked__": noted.looked,
+    "__simulated_dropped__": noted.call_dropped,
+    "__simulated_looked__": noted.look_of_loop,
     "__simulated_spinning__": noted.spinning,
     "__simulated_min__": lambda *values, **options: builtin_for("min")(*values, **options),
     "__simulated_max__": lambda *values, **options: builtin_for("max")(*values, **options),
 }
 
-
+# Functions of Python's that a helper replaces, unless the kernel's own names hide them.
 _BUILTINS = frozenset({"range", "min", "max"})
 
 
 class _Rewriter(ast.NodeTransformer):
-    """From a kernel's syntax tree to that of a Python function that does the same."""
+    """Rewrites a kernel's syntax tree.
+
+    ``shadowed``: those of `_BUILTINS` that the kernel's own names hide. ``is_users``: it is no kernel of the library's.
+    """
 
     def __init__(self, shadowed: frozenset[str], is_users: bool) -> None:
         self._shadowed, self._is_users = shadowed, is_users
 
     def _call(self, node: ast.AST, helper: str, *args: ast.expr) -> ast.expr:
+        """A call of a helper, in the line of ``node``."""
         function = ast.copy_location(ast.Name(id=f"__simulated_{helper}__", ctx=ast.Load()), node)
         return ast.copy_location(ast.Call(func=function, args=list(args), keywords=[]), node)
 
     def _later(self, value: ast.expr) -> ast.expr:
+        """``lambda: value``, for what may not be computed yet, or not at all."""
         nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
         return ast.copy_location(ast.Lambda(args=nothing, body=value), value)
 
@@ -147,7 +154,7 @@ class _Rewriter(ast.NodeTransformer):
         return ast.copy_location(around, node)
 
     def _call_by(self, helper: str, node: ast.Call, *before: ast.expr) -> None:
-        """Let the helper do the call: it gets what stands ``before``, the function, and then the arguments."""
+        """Turn ``f(x)`` into ``helper(*before, f, x)``: the helper makes the call."""
         node.args = [*before, node.func, *node.args]
         node.func = ast.copy_location(ast.Name(id=f"__simulated_{helper}__", ctx=ast.Load()), node)
 
@@ -197,16 +204,17 @@ _DEFINITION = re.compile(r"\s*def\b(?:\s+(?P<name>\w+)\s*\()?")
 
 
 def lines_of(function: FunctionType) -> list[str]:
-    """The text of the function's file, from its first decorator on. Where it ends takes long to find: `rewrite` does.
+    """The lines of the function's file, from its first decorator to the end of the file.
 
-    Without it the function would run as the Python that it is, and compute something else: `KernelSourceMissingError`.
+    (To find where the function ends takes long, and is left to `rewrite`.) Without its source a kernel would run as the
+    Python that it is, and compute something else. So that is a `KernelSourceMissingError`.
     """
     code = function.__code__
     try:
         lines = inspect.findsource(function)[0][code.co_firstlineno - 1 :]
     except (OSError, TypeError, IndexError):
         lines = []
-    # There may be another text: of a file that was edited, or of something else that is called "<string>".
+    # The text may be another one: the file was edited, or another source is called "<string>" too.
     definition = next(filter(None, map(_DEFINITION.match, lines)), None)
     if definition is None or definition["name"] != code.co_name:
         raise KernelSourceMissingError(code.co_name, f"{code.co_filename}:{code.co_firstlineno}")
@@ -224,7 +232,7 @@ def _definition(source: str, first_line: int) -> ast.FunctionDef:
     return next(node for node in body if isinstance(node, ast.FunctionDef))
 
 
-# In Python 3.11 a tree that two threads make at a time fails: its depth is counted for both (CPython issue 106905).
+# In Python 3.11 no two threads may compile syntax trees at the same time (CPython issue 106905).
 _one_thread = threading.Lock()
 
 
@@ -232,16 +240,16 @@ _one_thread = threading.Lock()
 def _rewritten_code(code: CodeType, filename: str, source: str, shadowed: frozenset[str]) -> CodeType:
     """The code of the rewritten function.
 
-    ``filename`` is the code's own: equal codes from two files are equal, and their lines are not.
+    ``filename`` is ``code``'s own. It is an argument for the cache: codes of two files may compare as equal.
     """
     function = _definition(source, code.co_firstlineno)
     function.decorator_list = []
     rewriter = _Rewriter(shadowed, owner_of(filename) in (USER, INSTALLED))
     function.body = [rewriter.visit(statement) for statement in function.body]
-    # A function around it whose parameters have the names of the free variables makes them free variables again.
+    # Compiled inside a function whose parameters have the names of its free variables, so that they are free again.
     around = parse(f"def around({', '.join((*_HELPERS, *code.co_freevars))}): pass").body[0]
     assert isinstance(around, ast.FunctionDef)
-    # Under another name, so that its own, which a recursive function calls, is not one of these variables.
+    # It gets another name: its own, which a recursive function calls, is to stay a global name.
     function.name = "__simulated_function__"
     around.body = [function]
     module = compile(ast.Module([around], []), filename, "exec", dont_inherit=True)
@@ -253,7 +261,7 @@ def _constant(code: CodeType, name: str) -> CodeType:
 
 
 def rewrite(function: FunctionType, lines: list[str]) -> FunctionType:
-    """The Python function that does what the kernel whose text begins with these lines would."""
+    """The Python function that stands for the kernel ``function``. ``lines``: see `lines_of`."""
     original = function.__code__
     source = "".join(inspect.getblock(lines))
     shadowed = _BUILTINS & {*function.__globals__, *original.co_varnames, *original.co_freevars}
@@ -264,6 +272,6 @@ def rewrite(function: FunctionType, lines: list[str]) -> FunctionType:
     closure = tuple(cells[name] for name in code.co_freevars)
     result = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     result.__kwdefaults__ = function.__kwdefaults__
-    # For what Python says of missing arguments; where a method was made is no matter of who calls it.
+    # The name in Python's errors about missing arguments.
     result.__qualname__ = function.__qualname__.rpartition("<locals>.")[2]
     return result

@@ -1,7 +1,7 @@
-"""Products of small formats of which each 32 numbers share a factor (OCP Microscaling Formats, MX, 1.0).
+"""Products of matrices with block scale factors (OCP Microscaling Formats, MX, 1.0; NVFP4).
 
-A factor is a power of two (E8M0), or FP8 where 16 share one (NVFP4). Two numbers of 4 bits (E2M1) share a byte,
-the first of them in its low half. The value is exact in float32.
+In MX, 32 numbers along K share a factor, which is a power of two (E8M0). In NVFP4, 16 numbers share one, which is FP8.
+Numbers of 4 bits (E2M1) come two to a byte, the first in its low half. A number times its factor is exact in float32.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from iris.simulator.gluon import integer, semantic, truth
 from iris.simulator.reductions import make_tensor
 from iris.simulator.shapes import unwrapped
 
+# The values of E2M1 by their bits.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 FORMATS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5, "bf16": tl.bfloat16, "fp16": tl.float16}
 
@@ -71,19 +72,19 @@ def _rounded(values: np.ndarray, kind: Any) -> tl.tensor:
 
 
 def _numbers(values: tl.tensor, name: Any, axis: int) -> np.ndarray:
-    """In float32, of the format ``name``. ``axis``: that in which the two numbers of a byte follow each other."""
+    """Numbers of the format ``name``, in float32. ``axis``: along which the two numbers of a byte lie."""
     data = values.handle.data
     if unwrapped(name) == "e2m1":
         twice = np.moveaxis(np.repeat(data.view(np.uint8), 2, axis), axis, -1)
         halves = twice >> np.arange(twice.shape[-1], dtype=np.uint8) % 2 * 4 & 15
         return np.moveaxis(E2M1[halves], -1, axis)
     kind = FORMATS[unwrapped(name)]
-    # Numbers may come as integers of their size.
+    # They may come as integers of the same size.
     return dtypes.widen(TensorHandle(data.view(dtypes.storage(kind)), kind)).astype(np.float32)
 
 
 def _times(numbers: np.ndarray, scale: Any, axis: int = -1) -> np.ndarray:
-    """``numbers`` with their factors, which follow each other along ``axis``; one for all; or none."""
+    """``numbers`` times their scale factors, which lie along ``axis``; or times one factor for all, or none."""
     scale = unwrapped(scale)
     if scale is None:
         return numbers

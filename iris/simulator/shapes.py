@@ -1,7 +1,8 @@
-"""Shapes of blocks, each made once.
+"""Caches the shapes of blocks, for speed.
 
-The language makes a tuple of constants for each tensor and another for its type, and looks through them. The compiler
-does so once for each operation of a kernel. The simulator would each time it carries one out, for a sixth of its time.
+For each tensor and for its type, Triton makes a tuple of constants and checks it. The compiler does that once for each
+operation of a kernel. The simulator would do it each time that the operation runs, for a sixth of its time. So each
+shape is made once here, and equal shapes are the same object.
 """
 
 import functools
@@ -11,12 +12,12 @@ import triton.language as tl
 
 from iris.compat.semantic import replace_unwrap_constexpr, unwrap_constexpr
 
-# Of which most are what the language unwraps, and which hold nothing.
+# The types of most values that Triton unwraps; none of them contains a constant.
 _BARE = {tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, bool, float, str, type(None)}
 
 
 def unwrapped(value: Any) -> Any:
-    """What the language's own gives, which asks for lists and tuples first."""
+    """``value`` without the `tl.constexpr` around it or in it. As Triton's own function, but faster for most values."""
     kind = type(value)
     if kind is tl.constexpr:
         return value.value
@@ -30,7 +31,7 @@ def _remember_types() -> None:
     @functools.wraps(make)
     def remembered(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
         sizes = tuple(map(unwrapped, shape))
-        # A number of another kind, which the language refuses, may be equal to a size.
+        # With types: 2.0 is equal to 2, but Triton refuses it as a size.
         key = sizes, tuple(map(type, sizes))
         if key in known:
             self.element_ty = element_ty
@@ -45,7 +46,7 @@ def _remember_types() -> None:
 
 def _remember_tensors() -> None:
     make = tl.tensor.__init__
-    # By what the shape is of its type, which is made once, too; of None if it is of no block.
+    # By the id of its type's shape, which is made once, too; a scalar's is None.
     known: dict[int, tuple[Any, Any, Any]] = {}
 
     @functools.wraps(make)

@@ -1,26 +1,27 @@
-"""Which loops of a source spin: their condition can change by nothing but memory.
+"""Which ``while`` loops of a source *spin*, that is, can end only if somebody else changes memory.
 
-What the condition uses, a round finds as the round before has, unless somebody has written meanwhile. A loop that
-counts its rounds in the condition ends by itself.
+In a loop that spins, the condition depends on no variable that changes from one round to the next by itself. A loop
+that counts its rounds in the condition does not spin: it ends by itself. The simulator asks this of kernels, and the
+sanitizer of the host's Python as well.
 """
 
 import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# How a loop ends that goes on while this holds.
+# By the comparison in a loop's condition: the one that ends the loop.
 _ENDS = {ast.NotEq: "eq", ast.Eq: "ne", ast.Lt: "ge", ast.LtE: "gt", ast.Gt: "le", ast.GtE: "lt"}
 
-# The same comparison with its sides turned.
-_TURNED = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
+# The same comparison with its sides swapped.
+_SWAPPED = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
 
-# What returns the value that it has found in memory.
+# The names of functions that return what they have found in memory: *looks*.
 _ATOMICS = ("add", "and", "cas", "max", "min", "or", "xchg", "xor")
 _LOOKS = ("load", *(f"atomic_{name}" for name in _ATOMICS), "item")
 
 
 class Comparison(NamedTuple):
-    """That of a loop which ends when what it looks at compares as ``cmp`` to ``wanted``."""
+    """The condition of a loop that ends when the value of ``look`` compares as ``cmp`` to ``wanted``."""
 
     look: ast.Call
     cmp: str
@@ -28,7 +29,7 @@ class Comparison(NamedTuple):
 
 
 def comparison(loop: ast.While) -> Comparison | None:
-    """The loop's condition, if the loop spins, and this compares one look with what can be computed at any time."""
+    """The condition of a loop that spins, if it compares one look with what may be computed once more."""
     found = _comparison(loop.test)
     return found if found is not None and _is_plain(found.wanted) and spins(loop) else None
 
@@ -38,7 +39,7 @@ def _comparison(test: ast.expr) -> Comparison | None:
         case ast.Compare(ast.Call() as look, [op], [wanted]) if _is_look(look):
             cmp = _ENDS.get(type(op))
         case ast.Compare(wanted, [op], [ast.Call() as look]) if _is_look(look):
-            cmp = _ENDS.get(_TURNED.get(type(op), type(op)))
+            cmp = _ENDS.get(_SWAPPED.get(type(op), type(op)))
         case _:
             return None
     return None if cmp is None else Comparison(look, cmp, wanted)
@@ -49,12 +50,15 @@ def _is_look(call: ast.Call) -> bool:
 
 
 def _is_plain(node: ast.expr) -> bool:
-    """Whether computing this once more does no harm."""
+    """Whether it does no harm to compute this once more: it calls nothing and assigns nothing."""
     return not any(isinstance(each, (ast.Call, ast.NamedExpr, ast.Subscript)) for each in ast.walk(node))
 
 
 def spins(loop: ast.While) -> bool:
-    """Whether no name that the condition depends on depends on itself, from one round to the next."""
+    """Whether only memory can end the loop: no variable in its condition depends on its own value of a round before.
+
+    A loop with a ``break`` or ``return`` may end otherwise.
+    """
     depends: dict[str, set[str]] = {}
     for target, names in _assignments(loop.body, set()):
         depends.setdefault(target, set()).update(names)
@@ -68,6 +72,7 @@ def spins(loop: ast.While) -> bool:
 
 
 def _closure(depends: dict[str, set[str]], name: str) -> set[str]:
+    """All names that ``name`` depends on, directly or not."""
     found: set[str] = set()
     new = depends.get(name, set())
     while new:
@@ -77,7 +82,10 @@ def _closure(depends: dict[str, set[str]], name: str) -> set[str]:
 
 
 def _assignments(body: list[ast.stmt], given: set[str]) -> Iterator[tuple[str, set[str]]]:
-    """Each name that is assigned, and those that its value depends on. ``given``: those that decide whether it is."""
+    """Each name that is assigned, with the names on which its value depends.
+
+    ``given``: the names in conditions around it, which decide whether it is assigned.
+    """
     for node in body:
         match node:
             case ast.Assign(targets=targets, value=value):

@@ -1,7 +1,7 @@
-"""A stream of the simulator: what is enqueued on it runs in turn, beside what the host goes on to do.
+"""Streams of the simulator: calls on a stream run one after the other, in threads beside the host's.
 
-Other calls run in the thread that makes them, since a collective that all ranks call ends by itself. A message does
-not: two ranks may both receive before they send.
+They are for messages of `iris.distributed`: two ranks may both receive before they send, so the host must go on. Other
+calls need no stream. They run in the thread that makes them, since a collective ends once all ranks have called it.
 """
 
 import threading
@@ -17,13 +17,13 @@ class Enqueued:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when it is over; raises what it raised."""
+        """Wait until the call has ended, and raise what it raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def is_over(self) -> bool:
-        """Whether it has ended, with an error or without."""
+        """Whether the call has ended, with an error or without."""
         return not self._thread.is_alive()
 
     def _run(self, call: Callable[[], None], before: "Enqueued | None") -> None:
@@ -36,7 +36,7 @@ class Enqueued:
 
 
 class Stream:
-    """Calls that follow each other."""
+    """Calls that run one after the other."""
 
     def __init__(self) -> None:
         self._last: Enqueued | None = None

@@ -1,7 +1,11 @@
-"""The task that runs, a program or one of its partitions, and how it shows that it may be waiting.
+"""The task that runs now, and how it shows that it may be waiting.
 
-The operations of a kernel ask here whose they are, and say what they have looked at and found there. Who finds the same
-again polls, and another should have its turn: whose that is, `iris.simulator.grid` decides.
+A *task* is a program of a launch, or a partition of one (`gl.warp_specialize`). One task runs at a time: `running`.
+The operations of a kernel ask here which one that is, and report what they have found in memory (`observe`,
+`observe_plain_load`).
+
+A task *polls* if it finds in memory what it found there before. It may then be waiting, so another task should have a
+turn. Which one gets it, `iris.simulator.grid` decides.
 """
 
 import threading
@@ -17,14 +21,19 @@ import triton.language as tl
 from iris import observer
 from iris.compat.libtriton import load
 from iris.simulator.asynchronous import Groups, InFlight
-from iris.simulator.partitions import Partitions
+from iris.simulator.partitions import SharedMemoryChecker
 
 # How many observations a task remembers: more than any loop polls in turn.
 REMEMBERED = 1 << 14
 
-# Plain loads of so many elements at most may look at flags, how many of the same make a poll, and the time that such a
-# one may add to the count: 1 ms for each load, since who only happens to load the same again is at work in between.
-MOST_FLAGS, LOOKS_OF_A_POLL, LONGEST_LOOKS_S = 1024, 1000, 1.0
+# A plain load (neither atomic nor volatile) may look at flags too:
+# * if it has so many elements at most,
+MOST_FLAGS = 1024
+# * and once it has found the same values so many times, which then count as one poll.
+LOADS_OF_A_POLL = 1000
+# So much of the time since the poll before may count as waiting: 1 ms for each load. A program that merely happens to
+# load the same again is at work in between.
+LONGEST_LOADS_S = 1.0
 
 
 def closed_gate() -> LockType:
@@ -41,14 +50,14 @@ class Condition(NamedTuple):
     wanted: int
     bits: int
     returned: bool = False
-    """Whether who waits may use what the flag holds then: it may count on that value."""
+    """Whether the wait returns the flag's final value, so that its caller may rely on that very value."""
     ranks: int | None = None
-    """Of a barrier: how many flags there are, one a rank."""
+    """In a barrier: how many flags there are, one for each rank."""
 
 
 @dataclass(frozen=True)
 class Poll:
-    """What a program saw when it looked at memory again and found it unchanged."""
+    """What a task found when it looked at memory again and nothing had changed."""
 
     operation: str
     pointers: np.ndarray
@@ -59,11 +68,11 @@ class Poll:
 
 
 class Launch(Protocol):
-    """What a task knows of the launch that it is of: `iris.simulator.grid.Launch`."""
+    """The part of `iris.simulator.grid.Launch` that tasks and operations use."""
 
     name: str
     dims: tuple[int, int, int]
-    meetings: dict[int, Any]
+    cluster_exchanges: dict[int, Any]
 
     def leave_if_failed(self) -> None: ...
     def fork(self, parent: "Task", bodies: Sequence[Callable[[], None]], num_warps: Sequence[int]) -> None: ...
@@ -82,37 +91,60 @@ class Task:
     index: tuple[int, int, int]
     body: Callable[[], None]
     num_warps: int
+
+    # Partitions.
     parent: "Task | None" = None
     partition: int | None = None
-    """Which one of its program: 0 is the default one, that of the program's own warps; None if there is one only."""
-    partitions: Partitions | None = None
-    """What it does to shared memory, if that is looked at."""
+    """Its number: 0 for the default partition, which runs on the program's own warps; None if there are none."""
+    checker: SharedMemoryChecker | None = None
+    """Of a program: the race detector of its shared memory, if it has one."""
     forked: "list[Task]" = field(default_factory=list)
-    """Its partitions, other than the default one, until it has joined them; ``children``: those that run."""
+    """The program's partitions but the default one, from `fork` to `join`."""
     children: int = 0
+    """How many of ``forked`` have not finished."""
     joining: bool = False
+    """Whether it is parked until they have."""
+
+    # Its thread.
     thread: int = 0
     gate: LockType = field(default_factory=closed_gate)
-    seen: dict[tuple[str, int], int] = field(default_factory=dict)
-    issued_at: tuple | None = None  # of what a GPU does beside the program: where it was asked for, and by whom
-    async_proxy: bool = False  # what it accesses now, TMA does, and not its threads
-    # Of what it does now (`iris.simulator.noted`): whether nobody uses what the operation returns, whether the next
-    # access is of data that carry their own arrival, and what ends the wait that it is in; whether it is in a loop of
-    # the user's that spins, and whether the library looks up something for itself there, as where a peer's memory is.
-    dropped: bool = False
-    message: bool = False
-    condition: Condition | None = None
-    spinning: bool = False
-    looks_up: bool = False
-    poll: Poll | None = None
-    repeated: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """What it has looked at since it saw anything new, and how often; ``polls``: what it saw there."""
-    polls: dict[tuple[str, int], Poll] = field(default_factory=dict)
-    looks: Counter[int] = field(default_factory=Counter)
-    """What it has loaded with its values, and how often, as plain loads."""
-    stores: bool = False
-    """Whether it has stored anything since such a load was last taken for a poll."""
+    """Opened by the thread that hands it the baton."""
+
+    # Asynchronous operations.
     in_flight: InFlight = field(default_factory=InFlight)
+    operation: tuple | None = None
+    """For the recorder: the asynchronous operation that it carries out now. The place where it was issued, and the
+    numbers of its launch and of itself."""
+    async_proxy: bool = False
+    """Whether its accesses are now those of TMA, by the async proxy."""
+
+    # What `iris.simulator.noted` has learned of the operation that it does now.
+    dropped: bool = False
+    """Nobody uses what the operation returns."""
+    message: bool = False
+    """The next access is of data that contain their own flag (LL and Lamport protocols)."""
+    condition: Condition | None = None
+    """What ends the wait that it is in."""
+    spinning: bool = False
+    """It is in a loop of the user's that only a change of memory can end."""
+    library_loads: bool = False
+    """Within such a loop, the library loads something for itself, such as the address of a peer's memory."""
+
+    # How it shows that it waits: see `observe`. A key is an operation and the hash of its pointers.
+    last_values: dict[tuple[str, int], int] = field(default_factory=dict)
+    """By key, the hash of the values that were found last."""
+    repeats: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """How often each was found unchanged, since the task last saw anything new."""
+    polls: dict[tuple[str, int], Poll] = field(default_factory=dict)
+    """What was found there."""
+    poll: Poll | None = None
+    """The latest of these."""
+
+    # The same for plain loads: see `observe_plain_load`.
+    plain_loads: Counter[int] = field(default_factory=Counter)
+    """How often it has loaded the same values from the same addresses, by the hash of both."""
+    stores: bool = False
+    """Whether it has stored anything since plain loads last counted as a poll."""
 
     @property
     def program(self) -> "Task":
@@ -130,10 +162,10 @@ class Task:
         return self.partition is not None
 
 
-def looks_of(polling: Iterable[Task]) -> Callable[[], bool]:
-    """Whether each of them polls, and memory still holds all that it has found since it saw anything new.
+def memory_unchanged(polling: Iterable[Task]) -> Callable[[], bool]:
+    """A function that says whether each of these tasks would, by polling again, find what it has found already.
 
-    A function that says so for one moment, at less cost than a poll. What lies nowhere word by word has not changed.
+    One call of it costs less than a poll. Polls whose values do not lie at their pointers count as unchanged.
     """
     found: dict[np.dtype, list[Poll]] = defaultdict(list)
     for task in polling:
@@ -151,13 +183,13 @@ def looks_of(polling: Iterable[Task]) -> Callable[[], bool]:
 
 
 running: Task | None = None
-"""The task that has the baton. Its launch assigns this, and calls no function for it: an interrupt that came in there
-would be raised, and lose the baton (`iris.simulator.interrupts`).
+"""The task that has the baton. Its launch assigns this itself, without a function call: an interrupt that came in such
+a function would be raised there, and the baton would be lost (`iris.simulator.interrupts`).
 """
 
 
 def in_kernel() -> bool:
-    """Whether a task runs now, on this thread: while a launch rests, others of Python's go on."""
+    """Whether a task runs on this thread now. (While a launch sleeps, the program's other threads go on.)"""
     return running is not None and running.thread == threading.get_ident()
 
 
@@ -177,7 +209,8 @@ def observe(
     expected: np.ndarray | None = None,
     waits_for: str | None = None,
 ) -> None:
-    """Note that the current program has looked at memory, and let others run if it saw nothing new.
+    """Note that the current task has looked at memory by an operation that may be a poll. If nothing is new there, let
+    others run.
 
     ``changed`` says whether the operation itself changed memory; it is asked only if it matters. ``waits_for`` says in
     words what is missing, where the values alone do not.
@@ -187,93 +220,93 @@ def observe(
         return
     task.launch.leave_if_failed()
     key, now = (operation, hash(pointers.tobytes())), hash(values.tobytes())
-    if task.seen.get(key) != now or changed():
-        if len(task.seen) >= REMEMBERED:
-            task.seen.clear()
-        task.seen[key] = now
-        task.repeated.clear()
+    if task.last_values.get(key) != now or changed():
+        if len(task.last_values) >= REMEMBERED:
+            task.last_values.clear()
+        task.last_values[key] = now
+        task.repeats.clear()
         task.polls.clear()
         task.launch.progress()
         task.launch.take_turns_by_chance(task)
         return
     task.poll = task.polls[key] = Poll(operation, pointers, values, element, expected, waits_for)
-    task.repeated[key] += 1
+    task.repeats[key] += 1
     task.launch.let_others_run(task)
 
 
-def looked(pointers: np.ndarray, values: np.ndarray, element: tl.dtype) -> None:
-    """Note that the current program has loaded these, without saying that they may change meanwhile.
+def observe_plain_load(pointers: np.ndarray, values: np.ndarray, element: tl.dtype) -> None:
+    """Note that the current task has loaded these, neither atomically nor volatile.
 
-    Who loads the same so often may wait for a program that has not had its turn, or for nobody.
+    Most such loads are of data. But a task that loads the same values again and again may be waiting for another one.
     """
     task = running
     if task is None or not 0 < pointers.size <= MOST_FLAGS:
         return
-    if len(task.looks) >= REMEMBERED:
-        task.looks.clear()
+    if len(task.plain_loads) >= REMEMBERED:
+        task.plain_loads.clear()
     key = hash((pointers.tobytes(), values.tobytes()))
-    task.looks[key] += 1
-    if task.looks[key] == 1:
+    task.plain_loads[key] += 1
+    if task.plain_loads[key] == 1:
         task.launch.progress()
-    elif task.looks[key] % LOOKS_OF_A_POLL == 0:
+    elif task.plain_loads[key] % LOADS_OF_A_POLL == 0:
         task.launch.leave_if_failed()
         task.poll = Poll("plain loads", pointers, values, element, None, None)
         task.polls.clear()  # which of its loads it waits for is not known
         stores, task.stores = task.stores, False
-        task.launch.let_others_run(task, 0.0 if stores else LONGEST_LOOKS_S)
+        task.launch.let_others_run(task, 0.0 if stores else LONGEST_LOADS_S)
 
 
 def stored() -> None:
-    """Note that the current program has stored something: it is at work, however often it loads the same."""
+    """Note that the current task has stored something: it is at work, however often it loads the same."""
     if running is not None:
         running.stores = True
 
 
-def sharing() -> tuple[Partitions | None, Task]:
-    """What the current program does to shared memory, if that is looked at; the current task."""
+def shared_memory_checker() -> tuple[SharedMemoryChecker | None, Task]:
+    """The race detector of the current program's shared memory, if it has one; and the current task."""
     task = current()
     program = task.program
-    if program.partitions is None and observer.recorder is not None:
-        program.partitions = Partitions()
-    return program.partitions, task
+    if program.checker is None and observer.recorder is not None:
+        program.checker = SharedMemoryChecker()
+    return program.checker, task
 
 
 def wait_for(groups: Groups, outstanding: int) -> None:
-    """The current task waits for what it has issued, see `Groups.wait`."""
+    """The current task waits for asynchronous operations that it has issued: see `Groups.wait`."""
     groups.wait(outstanding)
-    partitions, task = sharing()
-    if partitions is not None:
-        partitions.awaited(task, groups)
+    checker, task = shared_memory_checker()
+    if checker is not None:
+        checker.groups_waited(task, groups)
 
 
 def used_flags(words: np.ndarray, *, reads: bool = True, writes: bool, acquires: bool = True, releases: bool) -> None:
-    """Note that the current task has read, or written, words that may be flags of partitions."""
+    """Note that the current task has read, or written, words that may be flags between partitions."""
     task = current()
-    partitions = task.program.partitions
-    if partitions is None or not task.partitioned:
+    checker = task.program.checker
+    if checker is None or not task.partitioned:
         return
     if reads:
-        partitions.acquires(task, words, acquires)
+        checker.flag_read(task, words, acquires)
     if writes:
-        partitions.releases(task, words, releases)
+        checker.flag_written(task, words, releases)
 
 
 def fenced() -> None:
-    """Note that the current task orders what it has done to flags, and to all else in global memory."""
+    """Note a fence of the current task, for global memory and the flags in it."""
     task = current()
-    if task.program.partitions is not None:
-        task.program.partitions.orders(task)
+    if task.program.checker is not None:
+        task.program.checker.memory_fence(task)
 
 
 def take_message() -> bool:
-    """Whether the access that is done now is of data that carry their own arrival."""
+    """Whether the access that is done now was announced as one of data that contain their own flag."""
     task = current()
     message, task.message = task.message, False
     return message
 
 
 def give_way() -> None:
-    """Let the partitions of the current program, and who else waits, go on before it does."""
+    """Let the other partitions of the current program, and all other tasks that wait, run before it goes on."""
     task = running
     if task is not None and task.partitioned:
         task.launch.let_waiting_run(task)

@@ -1,9 +1,11 @@
-"""Tensor descriptors: a tensor in global memory of which rectangular blocks are read and written by coordinates.
+"""Tensor descriptors: a tensor in global memory, blocks of which are read and written by coordinates.
 
-The TMA unit fills what lies outside the tensor, and writes nothing there (PTX ISA, "Tensors", out-of-bound access), but
-for one thing: it writes 16 bytes at a time. A row that ends between goes on to the next multiple of them, as was seen
-on H100, and as Triton says of its descriptors' `store`. A block that is read may begin before the tensor. One that
-is written may not: an H100 ends the kernel with "illegal instruction".
+What TMA does with the part of a block that lies outside the tensor (PTX ISA, "Tensors", out-of-bound access):
+
+* A load fills it with zeros or NaN.
+* A store writes nothing there. But it writes 16 bytes at a time: the last ones of a row may reach beyond its end. This
+  was seen on H100, and Triton says so of its descriptors' `store`.
+* A load may begin before the tensor. A store may not: an H100 ends the kernel with "illegal instruction".
 """
 
 from collections.abc import Sequence
@@ -16,13 +18,13 @@ from iris.compat.interpreter import TensorDescHandle, TensorHandle
 from iris.errors import KernelBoundsError
 from iris.simulator import dtypes
 
-# Of the base, of every stride but the last, and of a block's first coordinate in the last dimension (CUDA driver API,
-# cuTensorMapEncodeTiled; Triton's own checks). And what is written of a row.
+# Bytes. The base, every stride but the last, and a block's first coordinate in the last dimension are multiples of it
+# (CUDA driver API, cuTensorMapEncodeTiled; Triton's own checks). And so much of a row is written at a time.
 ALIGNMENT = 16
 
 
 class TensorMap(TensorDescHandle):
-    """A descriptor's handle; sizes and strides are in elements."""
+    """A descriptor's handle. Sizes and strides are in elements. ``nan``: a load fills with NaN, not with zeros."""
 
     def __init__(
         self, base: TensorHandle, shape: Sequence[int], strides: Sequence[int], block_shape: Sequence[int], nan: bool
@@ -45,7 +47,7 @@ class TensorMap(TensorDescHandle):
             raise ValueError(f"the base or a stride of a tensor descriptor is not a multiple of {ALIGNMENT} bytes")
 
     def as_written(self) -> "TensorMap":
-        """The tensor with rows as long as what is written of them."""
+        """The descriptor for stores: its rows end at the next multiple of `ALIGNMENT`."""
         unit = ALIGNMENT // self._itemsize
         shape = (*self._shape[:-1], -(-self._shape[-1] // unit) * unit)
         written = TensorMap(self.base, shape, self._strides, self.block_shape, self._nan)
@@ -53,7 +55,7 @@ class TensorMap(TensorDescHandle):
         return written
 
     def materialize_pointers(self, offsets: Sequence[TensorHandle]) -> tuple[TensorHandle, TensorHandle]:
-        """What Triton's interpreter asks for."""
+        """As Triton's interpreter calls `pointers`."""
         return self.pointers([int(offset.data.item()) for offset in offsets])
 
     def pointers(self, coordinates: Sequence[int]) -> tuple[TensorHandle, TensorHandle]:
@@ -84,10 +86,10 @@ class TensorMap(TensorDescHandle):
         return TensorHandle(np.full(self.block_shape, value), self.element)
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
-        """``values`` as the unit delivers them: float32 to the nearest tf32, ties away from zero, if it is told to."""
+        """``values`` as a load delivers them: float32 as the nearest tf32, ties away from zero, if so asked."""
         if not self.round_f32_to_tf32 or self.element != tl.float32:
             return values
-        # tf32 keeps 10 of 23 bits of the fraction (PTX ISA, cvt.rna.tf32.f32); what is not finite stays.
+        # tf32 keeps 10 of 23 bits of the fraction (PTX ISA, cvt.rna.tf32.f32). Infinity and NaN stay.
         bits = np.ascontiguousarray(values).view(np.uint32)
         nearest = ((bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
         return np.where(np.isfinite(values), nearest, values)

@@ -1,8 +1,8 @@
-"""Tensor memory access: blocks of a tensor to and from shared memory (PTX ISA, cp.async.bulk.tensor).
+"""TMA: asynchronous copies of blocks of a tensor, to and from shared memory (PTX ISA, cp.async.bulk.tensor).
 
-A load signals an mbarrier with the bytes of its block, those outside the tensor included. A store is waited for in two
-steps: that it has read shared memory, which may then be overwritten, and that others can see what it has written. Only
-`store_wait` with ``read_only=False`` waits for the second; else it happens when the program ends.
+A load signals an mbarrier with the bytes of its block, those outside the tensor included. A store ends in two steps.
+First it has read shared memory, which may then be overwritten: `store_wait` waits for that. Then others can see what it
+has written: only `store_wait` with ``read_only=False`` waits for that. Otherwise it happens when the program ends.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def make_tensor_descriptor(
 def _descriptor(
     base: tl.tensor, shape: Sequence, strides: Sequence, block_shape: Sequence, padding: Any, *layout: Any
 ) -> Any:
-    """Gluon's if there is a layout, else Triton's."""
+    """The descriptor as the language has it: Gluon's if there is a layout, else Triton's."""
     shape, strides, block_shape = ([integer(number) for number in numbers] for numbers in (shape, strides, block_shape))
     handle = TensorMap(base.handle, shape, strides, block_shape, unwrapped(padding) == "nan")
     sizes = [semantic.to_tensor(size) for size in shape]
@@ -77,9 +77,9 @@ def load(
             return block.rounded(tl.load(pointers, inside, fill).handle.data)
 
     source = Source(read, block.element)
-    partitions, task = tasks.sharing()
-    if partitions is not None:
-        partitions.writes(task, result.handle, "writes by TMA", completion=barrier.handle)
+    checker, task = tasks.shared_memory_checker()
+    if checker is not None:
+        checker.writes(task, result.handle, "writes by TMA", completion=barrier.handle)
     destination = Destination(result.handle, block.element)
 
     def complete() -> None:
@@ -94,7 +94,7 @@ def store(tensor_desc: Any, coord: Any, src: SharedMemory, *_: Any, **__: Any) -
 
 
 def reduction(name: str) -> Callable:
-    """The store that combines with what is there: by ``name``, as "add"."""
+    """The builtin that combines a block with what is in memory, by "add", "min" and the like."""
 
     def put(pointers: tl.tensor, values: tl.tensor, inside: tl.tensor) -> None:
         semantic.builder.reduce(name.upper(), pointers.handle, values.handle, inside.handle)

@@ -1,8 +1,8 @@
-"""Products of matrices by a warp group (PTX ISA, "Asynchronous warpgroup level matrix instructions", wgmma).
+"""Matrix products by a warp group, wgmma (PTX ISA, "Asynchronous warpgroup level matrix instructions").
 
-Both operands, also those in shared memory, are read until the product has been waited for; its result is poison until
-then. Products of one warp group end in the order in which they were issued, so one may take the result of another that
-has not ended as its accumulator.
+Until a product has been waited for, its operands may still be read, those in shared memory too, and its result is
+poison. Products of a warp group end in order of issue. So one may have for its accumulator the result of another that
+has not been waited for.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from iris.simulator.asynchronous import Source
 from iris.simulator.gluon import SharedMemory, integer, semantic, truth, will_read
 
 Accumulator: TypeAlias = hopper.warpgroup_mma_accumulator
-"""A product that has not been waited for: nothing else can be done with it."""
+"""The result of a product that has not been waited for: a kernel can only accumulate on it or wait for it."""
 
 
 def warpgroup_mma_init(value: tl.tensor) -> Accumulator:
@@ -66,10 +66,10 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = No
 
 
 def fence_async_shared(cluster: Any = False) -> None:
-    """All accesses of shared memory go the same way here; that it is not forgotten is looked at between partitions."""
-    partitions, task = tasks.sharing()
-    if partitions is not None:
-        partitions.fences(task)
+    """A proxy fence. The simulator has one way to shared memory alone; the race detector finds where one is missing."""
+    checker, task = tasks.shared_memory_checker()
+    if checker is not None:
+        checker.proxy_fence(task)
 
 
 def _type(value: tl.tensor | Accumulator) -> tl.block_type:

@@ -1,31 +1,40 @@
-"""Locks: how ranks signal each other that a tile lies in ``src``, and that it has been read.
+"""Locks: by them ranks signal each other that a tile lies in ``src``, and that it has been read.
 
-**Locks** (int32 or int64, one a tile, on the heap, zeros at first; an array for each ``src``). They count signals and
-are never reset, so calls may follow each other without a barrier between them, and in graphs. Zeroing them between
-calls, after a barrier, does no harm.
+They are counters of signals. W is the number of ranks.
 
-In each call a tile's lock on each rank rises by `PERIOD` in all:
+**The array** has one lock for each tile, int32 or int64, on the heap, zeros at first. Each ``src`` has an array of its
+own. Locks are never reset, so calls may follow each other without a barrier between them, and in graphs. Zeroing them
+between calls, after a barrier, does no harm.
 
-* `all_reduce_one_shot` and `reduce_scatter`. Every rank adds 1 `SIGNAL` to every rank's lock when its tile lies in
-  ``src``: its first signal; and 1 when it has read the others': its last. That of rank 0 is what is missing to
-  `PERIOD`.
-* `all_reduce_two_shot`. One rank adds the tile up. The others add 1 `SIGNAL` to its lock when theirs lies in ``src``:
-  their first signals. It adds what is missing to its own, and `PERIOD` to theirs when the sum lies in their ``dst``.
+**What a call adds.** Each call raises a tile's lock by `PERIOD` on each rank, in units of `SIGNAL`:
 
-Who writes: every rank, by adding with release. Who reads: the lock's own rank, with acquire.
+* `all_reduce_one_shot` and `reduce_scatter`. Every rank signals all ranks twice. Its *first* signal says that its tile
+  lies in ``src``, its *last* one that it has read the others' tiles. Each adds 1, but for the last one of rank 0: that
+  adds what is missing to `PERIOD`.
+* `all_reduce_two_shot`. One rank adds the tile up. Each of the others adds 1 to that rank's lock when its own tile lies
+  in ``src``: its first signal. When the sum lies in their ``dst``, that rank adds `PERIOD` to their locks, and what is
+  missing to `PERIOD` to its own.
 
-Where a call starts, counted in signals: let k calls be over on this rank. The last of them waited until the lock was
-(k - 1) PERIOD + W, or in two-shot k PERIOD, which a rank that adds the tile up brings its own lock to. And locks do not
-fall, so this one is at k PERIOD - (PERIOD - W) or above. It is at k PERIOD + W - 1 or below: of call k + 1 a first
-signal of each peer may be here and nothing else, as nobody gets further without this rank's. So k PERIOD is the
-multiple of PERIOD at or below ``lock + PERIOD - W``.
+Every rank adds to locks with release. Only a lock's own rank waits for it, with acquire.
 
-Why a rank may store into ``src`` once its lock has reached k PERIOD: all signals of k calls are here, and everybody has
-read what lay there. Or some last signals are still on their way, and as many first signals of call k + 1 are here
-instead. That is as good. The sender of such a first signal saw its own lock at k PERIOD. So it has acquired the last
-signals of all ranks, or first signals to which the same applies, and its own signal releases what it has acquired. The
-same argument holds where a rank waits for first signals and has last ones instead. Comparisons wrap, and PERIOD divides
-2^32, so counts may overflow.
+**Where a call starts.** Let k calls be over on this rank. Then k PERIOD is the multiple of PERIOD at or below
+``lock + PERIOD - W``, all counted in signals:
+
+1. The last of the k calls has waited until the lock was (k - 1) PERIOD + W; or k PERIOD in two-shot, where the rank
+   that adds the tile up raises its own lock to that. And locks do not fall. So the lock is at k PERIOD - (PERIOD - W)
+   or above.
+2. Of call k + 1 a first signal of each peer may be here and nothing else, as nobody gets further without this rank's.
+   So the lock is at k PERIOD + W - 1 or below.
+
+**Why a rank may store into ``src``** once its lock has reached k PERIOD:
+
+1. Either all signals of k calls are here. Then everybody has read what lay in ``src``.
+2. Or some last signals are still on their way, and as many first signals of call k + 1 are here instead. The sender of
+   such a first signal had found its own lock at k PERIOD. So it had acquired the last signals of all ranks, or first
+   signals to which the same applies, and its own signal releases what it had acquired.
+
+The same argument holds where a rank waits for first signals and has last ones instead. Comparisons wrap, and PERIOD
+divides 2^32, so counts may overflow.
 
 **Locks that somebody else writes.** A caller that sets its lock to 1 takes away the signals that have come already.
 That must not end in wrong sums, so a lock shows who has written it:

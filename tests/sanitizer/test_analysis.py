@@ -29,7 +29,7 @@ from iris.sanitizer.events import (
     Synchronised,
     Wait,
 )
-from iris.sanitizer.flags import Verdicts
+from iris.sanitizer.flags import Guarantees
 from iris.sanitizer.notes import notes_in
 from iris.simulator.lines import Line
 
@@ -170,11 +170,11 @@ def test_a_count_of_several_says_how_many_and_not_who(seen, wait, found):
     )
     notes = {rank: send(rank) for rank in range(3)}
     notes[3] = [*begin("receive"), look, *(Accessed(1, 1, 0, part(rank), READ) for rank in range(seen))]
-    verdicts = Verdicts()
-    first = Analysis({rank: iter(events) for rank, events in notes.items()}, verdicts=verdicts)
+    guarantees = Guarantees()
+    first = Analysis({rank: iter(events) for rank, events in notes.items()}, guarantees=guarantees)
     assert first.run() == []
-    assert verdicts.learn(first.luck()) == bool(found)
-    findings = Analysis(notes, verdicts=verdicts).run()
+    assert guarantees.add(first.lucky_looks()) == bool(found)
+    findings = Analysis(notes, guarantees=guarantees).run()
     assert sum(finding.count for finding in findings) == found
 
 
@@ -228,24 +228,24 @@ def test_what_comes_after_a_meeting_that_never_was_is_gone_through():
 @pytest.mark.parametrize("other", [[], coming_to(0, 1, last=True)], ids=["is gone", "came afterwards"])
 def test_hosts_that_wait_where_nobody_can_go_on_are_told(other):
     notes = {0: [Known(0, Place(None, Line("program.py", 7, "main"))), *coming_to(0, 1)], 1: other}
-    (finding,) = Analysis(notes, over=True).run()
+    (finding,) = Analysis(notes, deadlocked=True).run()
     assert finding.kind == "deadlock"
     assert "the host of rank 0 waits in a meeting, to which rank 1 did not come" in finding.sentence
     assert finding.places == [("waits, rank 0", "program.py:7 in main")]
     # The program may have failed, too.
-    assert Analysis(notes, over=False).run() == []
+    assert Analysis(notes, deadlocked=False).run() == []
 
 
 def test_hosts_that_wait_for_one_that_is_gone_can_not_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(deadlock, "LEAVING_HOSTS_S", 0.02)
-    onlooker = deadlock.Onlooker(tmp_path)
-    assert not onlooker.is_over()
+    monitor = deadlock.DeadlockMonitor(tmp_path)
+    assert not monitor.is_deadlocked()
     first, second = (deadlock.Liveness(tmp_path, rank, 2) for rank in range(2))
 
     def over():
         for _ in range(4):
             time.sleep(0.01)
-            found = onlooker.is_over()
+            found = monitor.is_deadlocked()
         return found
 
     first.meets()
@@ -254,7 +254,7 @@ def test_hosts_that_wait_for_one_that_is_gone_can_not_go_on(tmp_path, monkeypatc
     first.on_host()
     assert not over(), "all that are left run"
     first.meets()
-    assert over() and first.over()
+    assert over() and first.deadlock_found()
 
 
 def test_another_thread_of_python_may_help(tmp_path):
@@ -264,7 +264,7 @@ def test_another_thread_of_python_may_help(tmp_path):
         recorder.launched(SimpleNamespace(dims=(1, 1, 1)))
 
         def over():
-            return any([recorder.is_over(deadlock.ENOUGH) for _ in range(2 * deadlock.ENOUGH)])
+            return any([recorder.is_deadlocked(deadlock.ENOUGH) for _ in range(2 * deadlock.ENOUGH)])
 
         def works():
             while not asked.is_set():
@@ -338,10 +338,10 @@ def test_notes_of_several_threads_of_python_are_complete(tmp_path):
 def test_ranks_that_are_all_gone_have_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(deadlock, "LEAVING_HOSTS_S", 0.01)
     deadlock.Liveness(tmp_path, 0, 1).leave()
-    onlooker = deadlock.Onlooker(tmp_path)
-    assert not onlooker.is_over()
+    monitor = deadlock.DeadlockMonitor(tmp_path)
+    assert not monitor.is_deadlocked()
     time.sleep(0.02)
-    assert not onlooker.is_over()
+    assert not monitor.is_deadlocked()
 
 
 @pytest.mark.thorough

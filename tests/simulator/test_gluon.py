@@ -6,7 +6,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from iris.errors import NotInSimulatorError
+from iris.errors import NotInSimulatorError, SharedMemoryRaceError
 from iris.simulator import ACTIVE
 
 assert ACTIVE
@@ -68,6 +68,63 @@ def test_matmul_through_shared_memory():
     out = torch.zeros(N, N)
     buffered_matmul[(1,)](a, b, out, N, K, 8)
     torch.testing.assert_close(out, a.float() @ b.float().T, rtol=1e-5, atol=1e-5)
+
+
+NEWER = pytest.mark.skipif(not hasattr(gl.shared_memory_descriptor, "gather"), reason="Triton 3.9 has it")
+
+
+@gluon.jit
+def gather_and_scatter(x, out, scattered, first, M: gl.constexpr, N: gl.constexpr):
+    """Gather half a block with its columns reversed; and scatter a column to these places of a row of zeros."""
+    rows = gl.arange(0, M, layout=gl.SliceLayout(1, TILE))[:, None]
+    columns = gl.arange(0, N, layout=gl.SliceLayout(0, TILE))[None, :]
+    block = gl.allocate_shared_memory(gl.float32, [2 * M, N], SHARED)
+    block.store(gl.load(x + gl.arange(0, 2 * M, layout=gl.SliceLayout(1, TILE))[:, None] * N + columns))
+    gl.store(out + rows * N + columns, block.gather(first + N - 1 - columns + rows * 0, 1))
+    zeros = gl.allocate_shared_memory(gl.float32, [M, N], SHARED, gl.zeros((M, N), gl.float32, TILE))
+    zeros.scatter(gl.load(x + rows), (columns // 2) * 2, 1)
+    gl.store(scattered + rows * N + columns, zeros.load(TILE))
+
+
+@NEWER
+def test_elements_of_shared_memory_by_their_indices():
+    M, N = 4, 16
+    x, out, scattered = torch.randn(2 * M, N), torch.zeros(M, N), torch.zeros(M, N)
+    gather_and_scatter[(1,)](x, out, scattered, 0, M, N)
+    assert torch.equal(out, x[:M].flip(1))
+    assert torch.equal(scattered, torch.where(torch.arange(N) % 2 == 0, x.reshape(-1)[:M, None], 0))
+    for first in (1, -1):
+        with pytest.raises(IndexError, match=f"index {N if first > 0 else -1} of {N} in shared memory"):
+            gather_and_scatter[(1,)](x, out, scattered, first, M, N)
+
+
+@gluon.jit
+def scatter_even(block, out, first, N: gl.constexpr):
+    even = 2 * gl.arange(0, N // 2, layout=LAYOUT)
+    block.scatter(gl.full((N // 2,), 1, gl.int32, LAYOUT), even, 0)
+
+
+@gluon.jit
+def gather_from(block, out, first, N: gl.constexpr):
+    i = gl.arange(0, N // 2, layout=LAYOUT)
+    gl.store(out + i, block.gather(first + 2 * i, 0))
+
+
+@gluon.jit
+def scatter_and_gather(out, first, N: gl.constexpr):
+    """One partition scatters to the even places, another gathers from ``first`` on every second one."""
+    block = gl.allocate_shared_memory(gl.int32, [N], SHARED_1D, gl.zeros((N,), gl.int32, LAYOUT))
+    gl.warp_specialize([(scatter_even, (block, out, first, N)), (gather_from, (block, out, first, N))], [4], [24])
+
+
+@NEWER
+def test_partitions_race_for_the_elements_that_they_access_and_no_others():
+    N = 128
+    out = torch.ones(N // 2, dtype=torch.int32)
+    scatter_and_gather[(1,)](out, 1, N)
+    assert torch.all(out == 0)
+    with pytest.raises(SharedMemoryRaceError, match="an mbarrier is not waited for"):
+        scatter_and_gather[(1,)](out, 0, N)
 
 
 @gluon.jit
