@@ -10,7 +10,7 @@ from iris.commands.files import check_writable, written
 from iris.errors import FolderError
 from iris.heap.history import shown
 from iris.machine import figures, tables
-from iris.sanitizer.notes import Notes
+from iris.sanitizer.event_log import EventLog
 
 FULL = Path("/dev/full")
 
@@ -54,8 +54,8 @@ def test_it_is_named_before_the_work_is_done(tmp_path):
         check_writable(Path("/dev/null/trace.json"))
 
 
-def test_a_full_disk_names_the_notes_and_what_to_do(tmp_path):
+def test_a_full_disk_names_the_log_and_what_to_do(tmp_path):
     os.symlink(FULL, tmp_path / "rank0.events")
-    notes = Notes(tmp_path, 0)
+    log = EventLog(tmp_path, 0)
     with pytest.raises(FolderError, match="rank0.events: No space left on device.*TMPDIR"):
-        notes.add(None)
+        log.add(None)

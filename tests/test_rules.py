@@ -46,7 +46,7 @@ NAME_A_PLACE = {
     "sanitizer/recorder.py",
     "simulator/hang.py",
     "simulator/lines.py",
-    "simulator/partitions.py",
+    "simulator/shared_memory.py",
     "world/inspection.py",
 }
 # Where it says more than a place, and why nothing else does.
@@ -54,7 +54,7 @@ SAY_MORE = {
     "distributed/group.py": "torch asks a property, which must answer split_group() otherwise than other callers",
     "sanitizer/host_recorder.py": "whether the host looks at a flag in a loop: its Python runs as the user wrote it",
     "sanitizer/locks.py": "who makes a lock: those of the program are looked at, and those of libraries are not",
-    "sanitizer/meetings.py": "whether torch's Python or its C++ has called: what C++ starts, it waits for there",
+    "sanitizer/distributed_calls.py": "who has called: what torch's C++ starts, and not its Python, it waits for there",
     "sanitizer/threads.py": "who starts a thread, the program or a library: nothing else tells them apart",
     "sanitizer/waits.py": "what the host compares with what it has seen: see `wait_of_host`",
     "simulator/interrupts.py": "what a signal interrupts: Python hands this frame to the handler",

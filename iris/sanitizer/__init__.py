@@ -2,7 +2,7 @@
 
 It works on what the simulator sees: every access of every rank. There are two halves.
 
-**While a program runs**, each rank records what it does as events (`events`), in a file (`notes`).
+**While a program runs**, each rank records what it does as events (`events`), in a file (`event_log`).
 
 * `recorder` records what kernels do: the simulator calls it, through `iris.observer`.
 * `host_recorder` records what the host does. It learns that from a torch dispatch mode (`host`, `meetings`), and from
@@ -65,7 +65,7 @@ def recording(folder: Path, rank: int, num_ranks: int) -> Iterator[None]:
 def start_if_wanted(group: "Group") -> None:
     """`start`, if ``IRIS_SANITIZE=1``. Collective over the world.
 
-    ``python -m iris check`` names a folder for the notes. Without one, the program itself reports when it ends.
+    ``python -m iris check`` names a folder for the event logs. Without one, the program itself reports when it ends.
     """
     if not switched_on(VARIABLE) or observer.recorder is not None:
         return

@@ -1,4 +1,4 @@
-"""From the notes of all ranks, the findings: goes through all events once, in an order in which they could have been.
+"""The findings, from the event logs of all ranks: goes through all events in an order in which they could have been.
 
 1. Events of one rank keep their order.
 2. What orders ranks (atomic operations and the like) comes by its ``number``. So a release comes before its acquire.
@@ -22,6 +22,7 @@ import numpy as np
 from iris.sanitizer import clocks
 from iris.sanitizer.clocks import Epoch, Operation, Thread
 from iris.sanitizer.deadlock import DeadlockMonitor
+from iris.sanitizer.event_log import notes_in
 from iris.sanitizer.events import (
     PRIVATE,
     Accessed,
@@ -52,15 +53,14 @@ from iris.sanitizer.events import (
 )
 from iris.sanitizer.findings import Finding, Findings
 from iris.sanitizer.flags import Guarantees
-from iris.sanitizer.notes import notes_in
 from iris.sanitizer.races import Races
 
-# Passes over the notes, at most. A pass without the edges that were luck (`flags`) may find further ones.
+# Passes over the event logs, at most. A pass without the edges that were luck (`flags`) may find further ones.
 MOST_PASSES = 4
 
 
 class Rank:
-    """One rank's notes, as far as they have been gone through."""
+    """One rank's event log, as far as they have been gone through."""
 
     def __init__(self, number: int, events: Iterator[Any]) -> None:
         self.number, self.events = number, events
@@ -80,17 +80,17 @@ class Rank:
 
 
 class Analysis:
-    """One pass over the notes.
+    """One pass over the event logs.
 
-    ``notes``: the events of each rank. ``deadlocked``: they end where nobody could go on any more. ``guarantees``: what
+    ``logs``: the events of each rank. ``deadlocked``: they end where nobody could go on any more. ``guarantees``: what
     earlier passes have found.
     """
 
     def __init__(
-        self, notes: Mapping[int, Iterable[Any]], deadlocked: bool = False, guarantees: Guarantees | None = None
+        self, logs: Mapping[int, Iterable[Any]], deadlocked: bool = False, guarantees: Guarantees | None = None
     ) -> None:
         self._deadlocked = deadlocked
-        self._ranks = {number: Rank(number, iter(events)) for number, events in sorted(notes.items())}
+        self._ranks = {number: Rank(number, iter(events)) for number, events in sorted(logs.items())}
         # The clocks' slots, each with the last tick that was used there.
         self._slots: dict[tuple[int, int, int], int] = {}
         self._ticks: dict[int, int] = defaultdict(int)
@@ -117,7 +117,7 @@ class Analysis:
         return self._races.lucky_looks()
 
     def _step(self) -> bool:
-        """Go on to the next event that orders ranks, and past it; False at the end of all notes."""
+        """Go on to the next event that orders ranks, and past it; False at the end of all event logs."""
         for rank in self._ranks.values():
             if rank.next is None and not rank.ended:
                 self._advance(rank)
@@ -303,7 +303,7 @@ class Analysis:
 
 
 def analyse(folder: Path) -> list[Finding]:
-    """What is wrong in the launch whose ranks have their notes in ``folder``."""
+    """What is wrong in the launch whose ranks have their event logs in ``folder``."""
     deadlocked, guarantees = DeadlockMonitor(folder).is_deadlocked(), Guarantees()
     for _ in range(MOST_PASSES):
         analysis = Analysis(notes_in(folder), deadlocked, guarantees)

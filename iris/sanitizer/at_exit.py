@@ -28,7 +28,7 @@ ALIVE = "alive"
 
 
 def report_at_exit(group: "Group") -> Path:
-    """Make a folder for the ranks' notes, and see to a report once all ranks have ended in whatever way.
+    """Make a folder for the ranks' event logs, and see to a report once all ranks have ended in whatever way.
 
     If anything was found, the first rank ends with exit status 1. Collective over the world.
     """
@@ -40,14 +40,14 @@ def report_at_exit(group: "Group") -> Path:
         os.mkfifo(made / ALIVE)
         return str(made)
 
-    name = group.agree(make_folder, "make a folder for the notes of all ranks")[0]
+    name = group.agree(make_folder, "make a folder for the event logs of all ranks")[0]
     assert name is not None  # of the first rank
     folder = Path(name)
     # For reading, too: to open a pipe only for writing blocks until there is a reader (fifo(7)).
     alive = os.open(folder / ALIVE, os.O_RDWR)
     if group.rank == 0:
         reporter = _start_reporter(folder)
-        # It runs after the recorder's own, which closes the notes.
+        # It runs after the recorder's own, which closes the event log.
         Finalize(None, _await_report, (reporter, alive), exitpriority=1)
     return folder
 

@@ -9,8 +9,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Protocol
 
+from iris.sanitizer.event_log import EventLog
 from iris.sanitizer.events import HostAcquire, HostRelease
-from iris.sanitizer.notes import Notes
 
 
 class _Threads(Protocol):
@@ -30,26 +30,26 @@ class Call:
     If it is None, the call runs code of the program's, which has lines of its own.
     """
 
-    def __init__(self, threads: _Threads, notes: Notes, number: int, place: int | None) -> None:
+    def __init__(self, threads: _Threads, log: EventLog, number: int, place: int | None) -> None:
         self.number, self.place = number, place
-        self._threads, self._notes = threads, notes
+        self._threads, self._log = threads, log
         self._begun, self._over = threads.new_number(), threads.new_number()
-        notes.add(HostRelease(threads.current(), self._begun))
+        log.add(HostRelease(threads.current(), self._begun))
         threads.calls.add(self)
 
     @contextlib.contextmanager
     def carried_out(self) -> Iterator[None]:
         """While this lasts the current thread carries out the call, or a part of it."""
-        self._notes.add(HostAcquire(self.number, self._begun))
+        self._log.add(HostAcquire(self.number, self._begun))
         try:
             with self._threads.carrying_out(self):
                 yield
         finally:
-            self._notes.add(HostRelease(self.number, self._over))
+            self._log.add(HostRelease(self.number, self._over))
 
     def awaited(self) -> None:
         """The current thread has waited for the call, and so for earlier ones of the same number."""
-        self._notes.add(HostAcquire(self._threads.current(), self._over))
+        self._log.add(HostAcquire(self._threads.current(), self._over))
         over = {call for call in list(self._threads.calls) if call.number == self.number and call._begun <= self._begun}
         self._threads.calls -= over
         if self in over:

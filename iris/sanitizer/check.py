@@ -1,4 +1,4 @@
-"""``python -m iris check``: runs a program under the sanitizer, analyses the notes of its ranks, and reports."""
+"""``python -m iris check``: runs a program under the sanitizer, analyses the event logs of its ranks, and reports."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: in
 def _judge(
     program: Path, arguments: Sequence[str], folder: Path, seed: int | None, time_limit: float
 ) -> tuple[int, list[Finding]]:
-    """One run: its exit status, and what was found. Under torchrun the first rank analyses the notes of all."""
+    """One run: its exit status, and what was found. Under torchrun the first rank analyses the event logs of all."""
     failed = _run_once(program, arguments, folder, seed, time_limit)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     leave(folder / f"over{rank}", failed)

@@ -41,7 +41,7 @@ _WORDS = 4
 
 
 class DeadlockMonitor:
-    """Watches the ranks that take notes in ``folder``, from a process that is none of them."""
+    """Watches the ranks that log their events in ``folder``, from a process that is none of them."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "ranks"

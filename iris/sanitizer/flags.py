@@ -12,7 +12,7 @@ Reads of a flag are called *looks* here. There are two cases:
    most only the change of the clocks is.
 2. They are not. A look is sure of an update if its wait could not have ended without that one and those that come
    after it (`Flag.lucky_looks`). That is known only when all updates are, those included that come after the look in
-   this run. So lucky looks are found at the end. If there are any, the notes are analysed once more, with the
+   this run. So lucky looks are found at the end. If there are any, the event logs are analysed once more, with the
    `Guarantees` of these looks.
 """
 
@@ -30,7 +30,7 @@ STRIDE = 32
 
 
 class Guarantees:
-    """What earlier passes over the notes have found about looks. Looks and updates are named by their epochs.
+    """What earlier passes over the event logs have found about looks. Looks and updates are named by their epochs.
 
     Attributes
     ----------

@@ -17,7 +17,7 @@ from iris.observer import READ, UPDATE, WRITE
 from iris.operators.graph_break import breaks_graph
 from iris.operators.stand_ins import has_memory
 from iris.sanitizer import indexed
-from iris.sanitizer.meetings import MeetingRecorder, Meetings, flat
+from iris.sanitizer.distributed_calls import MeetingRecorder, Meetings, flat
 from iris.sanitizer.threads import Threads
 
 

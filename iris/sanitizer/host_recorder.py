@@ -20,6 +20,8 @@ from iris.observer import READ, WRITE
 from iris.sanitizer import bounds, loops, uninitialised, waits
 from iris.sanitizer.calls import Call
 from iris.sanitizer.deadlock import Liveness
+from iris.sanitizer.distributed_calls import goes_to_the_program
+from iris.sanitizer.event_log import EventLog
 from iris.sanitizer.events import (
     PRIVATE,
     Accessed,
@@ -32,8 +34,6 @@ from iris.sanitizer.events import (
     Synchronised,
 )
 from iris.sanitizer.host import HostAccesses, runs
-from iris.sanitizer.meetings import goes_to_the_program
-from iris.sanitizer.notes import Notes
 from iris.sanitizer.polls import HostPolls
 from iris.sanitizer.spaces import Spaces
 from iris.sanitizer.threads import Threads
@@ -47,7 +47,7 @@ _FLAGS = (torch.int32, torch.int64, torch.uint32, torch.uint64)
 class HostRecorder:
     """The half of `iris.sanitizer.recorder.Recorder` that is for the host."""
 
-    notes: Notes
+    log: EventLog
     threads: Threads
     liveness: Liveness
     bounds: bounds.Bounds
@@ -69,11 +69,11 @@ class HostRecorder:
             if spans.space[0] != PRIVATE:
                 self.bounds.check(self.diagnose, spans, kind, place)
                 undefined = element and any(uninitialised.seen_at(address, size, element) for address in addresses)
-                self.notes.add(Accessed(0, thread, place, spans, kind, bool(undefined), blank))
+                self.log.add(Accessed(0, thread, place, spans, kind, bool(undefined), blank))
                 if kind == READ:
                     self._polls.looked(int(addresses[0]), spans, lines.user_line(sys._getframe(1)))
             elif self.threads.several() and size * len(addresses) <= uninitialised.LARGEST:
-                self.notes.add(Accessed(0, thread, place, spans, kind, False, blank))
+                self.log.add(Accessed(0, thread, place, spans, kind, False, blank))
         if kind != READ:
             self.liveness.changed()
 
@@ -101,7 +101,7 @@ class HostRecorder:
         values = b"".join(ctypes.string_at(address, size) for address in addresses.tolist())
         for spans in self._spaces.spans(addresses, size):
             self._polls.looked(tensor.data_ptr(), spans, lines.user_line(sys._getframe(1)))
-        key, found = (thread, place, tensor.data_ptr()), (self.notes.changes(), values, None)
+        key, found = (thread, place, tensor.data_ptr()), (self.log.changes(), values, None)
         if self._polled.get(key) == found:
             return
         self._polled[key] = found
@@ -110,7 +110,7 @@ class HostRecorder:
         undefined = any(uninitialised.seen_at(address, size, tensor.element_size()) for address in addresses)
         for spans in self._spaces.spans(addresses, size):
             self.bounds.check(self.diagnose, spans, READ, place)
-            self.notes.add(
+            self.log.add(
                 Synchronised(
                     number,
                     0,
@@ -130,8 +130,8 @@ class HostRecorder:
             )
 
     def numbered(self) -> contextlib.AbstractContextManager[int]:
-        """Around an operation that orders ranks: see `Notes.numbered`."""
-        return self.notes.numbered()
+        """Around an operation that orders ranks: see `EventLog.numbered`."""
+        return self.log.numbered()
 
     def changed(self) -> None:
         """Memory has been written that others may wait for."""
@@ -141,7 +141,7 @@ class HostRecorder:
         """Torch has allocated this memory. It matters only if it is private."""
         (spans,) = self._spaces.spans(np.array([address], dtype=np.int64), size)
         if spans.space[0] == PRIVATE:
-            self.notes.add(Renewed(spans))
+            self.log.add(Renewed(spans))
 
     def seen(self, tensor: torch.Tensor) -> None:
         """This tensor is used. At first sight its memory is new: not all tensors are made by torch's dispatcher."""
@@ -157,7 +157,7 @@ class HostRecorder:
     def begun(self, name: str, stream: Any = None) -> Call:
         """The host makes an asynchronous call of ``torch.distributed``. ``stream``: the one that it is on, if any."""
         line = lines.as_line(lines.user_line(sys._getframe(1)))
-        place = self.notes.number_of(Place(None, line, call=f"torch.distributed's {name}"))
+        place = self.log.number_of(Place(None, line, call=f"torch.distributed's {name}"))
         return self.threads.begin(place, stream)
 
     def beside(
@@ -188,7 +188,7 @@ class HostRecorder:
 
     def collective_entered(self, key: tuple) -> None:
         """The host enters a collective or sends a message, and does not wait for it here."""
-        self.notes.add(CollectiveEnter(key, self.liveness.deadlock_found(), self.threads.current()))
+        self.log.add(CollectiveEnter(key, self.liveness.deadlock_found(), self.threads.current()))
 
     @contextlib.contextmanager
     def meeting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
@@ -214,12 +214,12 @@ class HostRecorder:
 
     def collective_done(self, key: tuple, ranks: tuple[int, ...], receivers: int) -> None:
         """What ``ranks`` did before they entered or sent happens before what follows: see `CollectiveDone`."""
-        self.notes.add(CollectiveDone(key, ranks, receivers, self.threads.current()))
+        self.log.add(CollectiveDone(key, ranks, receivers, self.threads.current()))
 
     @contextlib.contextmanager
     def awaiting(self, key: tuple, ranks: tuple[int, ...], text: str) -> Iterator[None]:
         """While this lasts the host waits until all ``ranks`` have entered or sent; without ranks, until any has."""
-        self.notes.add(Awaiting(key, ranks, self._place(), text, self.liveness.deadlock_found()))
+        self.log.add(Awaiting(key, ranks, self._place(), text, self.liveness.deadlock_found()))
         try:
             with self.threads.meeting():
                 self.settled()
@@ -238,7 +238,7 @@ class HostRecorder:
         undefined = undefined and uninitialised.fill(address, size)
         (spans,) = self._spaces.spans(np.array([address], dtype=np.int64), size)
         self.bounds.learn(spans)
-        self.notes.add(Allocated(spans, text, self._place(), undefined))
+        self.log.add(Allocated(spans, text, self._place(), undefined))
 
     def kernel_argument(self, name: str, tensor: torch.Tensor) -> None:
         """A launch begins that has this argument. If it is private memory, a report calls it by the argument's name."""
@@ -252,7 +252,7 @@ class HostRecorder:
             (spans,) = self._spaces.spans(np.array([begin], dtype=np.int64), size)
             if spans.space[0] == PRIVATE:
                 text = f"{symmetric.tensor_text(shape, tensor.dtype)}, the argument {name!r},"
-                self.notes.add(Allocated(spans, text, self._place(), False, not self.threads.several()))
+                self.log.add(Allocated(spans, text, self._place(), False, not self.threads.several()))
 
     def used(self, tensor: torch.Tensor, verb: str) -> None:
         """This tensor is used. Report it if it was freed and another tensor has its memory: accesses look right then.

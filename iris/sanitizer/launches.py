@@ -1,4 +1,4 @@
-"""A folder of notes for each *launch* of ranks: ranks that a launcher has started together, and that form one world.
+"""A folder of event logs for each *launch*: ranks that a launcher has started together, and that form one world.
 
 A program may start ranks several times. Then groups, heaps and ranks have the same names again, and no access of one
 launch is ordered with any of another. So each launch is analysed by itself.

@@ -12,8 +12,8 @@ from typing import Any
 
 from iris.heap.mapping import describe_address
 from iris.sanitizer.deadlock import ENOUGH, Liveness
+from iris.sanitizer.event_log import EventLog
 from iris.sanitizer.events import Place, Spans, Waiting
-from iris.sanitizer.notes import Notes
 from iris.sanitizer.threads import Threads
 from iris.simulator import lines
 
@@ -27,8 +27,8 @@ MOST_LOOKS = 1 << 12
 class HostPolls:
     """What one rank's host has read since any rank last changed memory."""
 
-    def __init__(self, liveness: Liveness, notes: Notes, threads: Threads) -> None:
-        self._liveness, self._notes, self._threads = liveness, notes, threads
+    def __init__(self, liveness: Liveness, log: EventLog, threads: Threads) -> None:
+        self._liveness, self._log, self._threads = liveness, log, threads
         self._looks: Counter[Any] = Counter()
         self._changes, self._since, self._reported = -1, 0.0, False
 
@@ -48,4 +48,4 @@ class HostPolls:
             self._reported = True
             place = Place(None, lines.as_line(line))
             flag = describe_address(address) or f"address {address:#x}"
-            self._notes.add(Waiting(None, "the host", "polls what nobody will change any more", place, flag))
+            self._log.add(Waiting(None, "the host", "polls what nobody will change any more", place, flag))

@@ -1,7 +1,7 @@
 """Records what this process does: each access, and what orders accesses. It is what `iris.observer.recorder` is.
 
 The simulator calls the methods here; those for the host are in `HostRecorder`. Each call becomes an event
-(`iris.sanitizer.events`), which `Notes` writes. An event says who did it (a program, one of its partitions, or the
+(`iris.sanitizer.events`), which `EventLog` writes. An event says who did it (a program, one of its partitions, or the
 host), in which line of the user's, and to which bytes of which space (`iris.sanitizer.spaces`).
 """
 
@@ -22,9 +22,9 @@ from iris.observer import READ, WRITE
 from iris.sanitizer import bounds, events, uninitialised, waits
 from iris.sanitizer.calls import Call
 from iris.sanitizer.deadlock import Liveness
+from iris.sanitizer.event_log import EventLog
 from iris.sanitizer.host import HostAccesses
 from iris.sanitizer.host_recorder import HostRecorder
-from iris.sanitizer.notes import Notes
 from iris.sanitizer.polls import HostPolls
 from iris.sanitizer.spaces import Spaces
 from iris.sanitizer.threads import Threads
@@ -41,7 +41,7 @@ class Recorder(HostRecorder):
     """Records what one rank does, in ``folder``, which all ranks share."""
 
     def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
-        self.notes = Notes(folder, rank)
+        self.log = EventLog(folder, rank)
         self._spaces = Spaces(rank)
         # Launches that run, by their id: the number; the host's thread that launches, with its number; the line; and
         # the asynchronous call that launches, if one does.
@@ -59,8 +59,8 @@ class Recorder(HostRecorder):
         self._strays: set[tuple[int, int]] = set()
         self.bounds = bounds.Bounds()
         self.liveness = Liveness(folder, rank, num_ranks)
-        self.threads = Threads(self.notes, lambda: self._host.in_thread(), self.settled)
-        self._polls = HostPolls(self.liveness, self.notes, self.threads)
+        self.threads = Threads(self.log, lambda: self._host.in_thread(), self.settled)
+        self._polls = HostPolls(self.liveness, self.log, self.threads)
         self._host = HostAccesses(self)
         self._host.__enter__()
         for heap in symmetric.live_heaps():
@@ -72,13 +72,13 @@ class Recorder(HostRecorder):
 
     def close(self) -> None:
         """Record no more."""
-        if self.notes.closed:
+        if self.log.closed:
             return
         self._at_exit.cancel()
         self.threads.close()
         self._host.__exit__(None, None, None)
         self.liveness.leave()
-        self.notes.close()
+        self.log.close()
 
     # What the simulator does ----------------------------------------------------------------------------------------
 
@@ -90,12 +90,12 @@ class Recorder(HostRecorder):
         self._callers[id(launch)] = lines.user_line(sys._getframe(1))
         if (call := self.threads.call()) is not None:
             self._calls[id(launch)] = call
-        self.notes.add(events.Launched(self._launches[id(launch)], launch.dims, self.threads.current()))
+        self.log.add(events.Launched(self._launches[id(launch)], launch.dims, self.threads.current()))
 
     def finished(self, launch: Any) -> None:
         """It has ended: all of its programs have."""
         _, thread = self._launching.pop(id(launch))
-        self.notes.add(events.Finished(self._launches.pop(id(launch)), thread))
+        self.log.add(events.Finished(self._launches.pop(id(launch)), thread))
         del self._callers[id(launch)]
         self._calls.pop(id(launch), None)
         numbers = set(self._launches.values())
@@ -147,7 +147,7 @@ class Recorder(HostRecorder):
         for spans in self._spaces.spans(pointers, size):
             self.bounds.check(self.diagnose, spans, kind, place)
             async_proxy = tasks.current().async_proxy
-            self.notes.add(
+            self.log.add(
                 events.Accessed(*who, place, spans, kind, undefined=undefined, number=number, async_proxy=async_proxy)
             )
         if kind == WRITE:
@@ -177,7 +177,7 @@ class Recorder(HostRecorder):
         if who is None or not pointers.size:
             return
         if scope == "cta" and tasks.current().partitioned:
-            scope = "gpu"  # partitions share a block, but are as different programs in the notes
+            scope = "gpu"  # partitions share a block, but are as different programs in the event log
         releases, acquires = sem in ("release", "acq_rel") or message, sem in ("acquire", "acq_rel") or message
         word = values.size == 1 and values.dtype.kind in "iu" and not message
         # Also of a relaxed read: a fence may follow it.
@@ -185,12 +185,12 @@ class Recorder(HostRecorder):
         place = self._place()
         if kind == READ:
             # A poll that finds the same again, with no flag written meanwhile, needs no event.
-            key, found = (*who, place, sem, scope, pointers.tobytes()), (self.notes.changes(), values.tobytes(), wait)
+            key, found = (*who, place, sem, scope, pointers.tobytes()), (self.log.changes(), values.tobytes(), wait)
             if self._polled.get(key) == found:
                 return
             self._polled[key] = found
         elif changed:
-            self.notes.count_change()
+            self.log.count_change()
             self.liveness.changed()
         undefined = kind != WRITE and uninitialised.seen_in(values)
         for spans in self._spaces.spans(pointers, values.itemsize):
@@ -215,7 +215,7 @@ class Recorder(HostRecorder):
                 adds=adds,
                 dropped=kind != READ and not compares and tasks.current().dropped,
             )
-            self.notes.add(event)
+            self.log.add(event)
 
     def failed(self, error: BaseException) -> None:
         """A program has raised this. It is a finding if the error's type, or the error itself, has a kind."""
@@ -233,7 +233,7 @@ class Recorder(HostRecorder):
             caller = called and lines.as_line(called)
         place = events.Place(launch.name, Line(*wait.place), caller)
         outside = self._is_outside(wait, place)
-        self.notes.add(events.Waiting(launch.name, wait.programs, wait.what, place, wait.flag or "", outside))
+        self.log.add(events.Waiting(launch.name, wait.programs, wait.what, place, wait.flag or "", outside))
 
     def _is_outside(self, wait: Any, place: events.Place) -> bool:
         """Whether these programs wait for a flag that is in no tensor. If it is in no heap either, report that here."""
@@ -241,32 +241,32 @@ class Recorder(HostRecorder):
         unknown = self.bounds.outside_of_tensors(self._spaces.private(addresses).tolist())
         if unknown:
             text = f"reads address {unknown[0]:#x}, where no tensor is"
-            self.notes.add(events.Diagnostic("bounds", text, self.notes.number_of(place), wait.programs))
+            self.log.add(events.Diagnostic("bounds", text, self.log.number_of(place), wait.programs))
         return bool(unknown) or any(map(self.bounds.is_outside, self._spaces.spans(addresses, 1)))
 
     def out_of_step(self, text: str) -> None:
         """The host waits for other ranks, for what ``text`` says, and they wait for something else."""
         place = events.Place(None, lines.as_line(lines.user_line(sys._getframe(1))))
-        self.notes.add(events.Waiting(None, "the host", f"waits in {text}", place, ""))
+        self.log.add(events.Waiting(None, "the host", f"waits in {text}", place, ""))
 
     def fenced(self) -> None:
         """A memory fence of the program that runs."""
         who = self._current_program()
         if who is not None:
-            self.notes.add(events.Fenced(*who))
+            self.log.add(events.Fenced(*who))
 
     def proxy_fenced(self) -> None:
         """A proxy fence of the program that runs, before copies by TMA."""
         who = self._current_program()
         if who is not None:
-            self.notes.add(events.ProxyFenced(*who))
+            self.log.add(events.ProxyFenced(*who))
 
     def cta_synced(self) -> None:
         """The threads of the program that runs meet in a barrier."""
         who = self._current_program()
         if who in self._stored_since_cta_sync:
             self._stored_since_cta_sync.discard(who)
-            self.notes.add(events.CtaSynced(*who))
+            self.log.add(events.CtaSynced(*who))
 
     def forked(self, parent: Any, partitions: int) -> None:
         """So many partitions of a program begin, besides its default one."""
@@ -280,7 +280,7 @@ class Recorder(HostRecorder):
         who = self._program_number(parent, 0)
         if who is not None:
             numbers = (self._program_number(parent, partition) for partition in range(1, partitions + 1))
-            self.notes.add(event(*who, tuple(number for _, number in filter(None, numbers))))
+            self.log.add(event(*who, tuple(number for _, number in filter(None, numbers))))
 
     def mbarrier_arrived(self, address: int, ends: bool) -> None:
         """The program that runs, or a copy that it has issued, arrives at the mbarrier there. ``ends``: the phase ends.
@@ -289,13 +289,13 @@ class Recorder(HostRecorder):
         """
         who = self._current_program()
         if who is not None:
-            self.notes.add(events.MbarrierArrive(*who, self._mbarrier_key(address), ends))
+            self.log.add(events.MbarrierArrive(*who, self._mbarrier_key(address), ends))
 
     def mbarrier_waited(self, address: int) -> None:
         """The program that runs has waited for the mbarrier there."""
         who = self._current_program()
         if who is not None:
-            self.notes.add(events.MbarrierWait(*who, self._mbarrier_key(address)))
+            self.log.add(events.MbarrierWait(*who, self._mbarrier_key(address)))
 
     @staticmethod
     def _mbarrier_key(address: int) -> tuple:
@@ -308,7 +308,7 @@ class Recorder(HostRecorder):
             return operation
         launch, program = who
         number = -next(self._numbers)  # below 0, unlike those of programs
-        self.notes.add(events.Issued(launch, program, number, mbarrier))
+        self.log.add(events.Issued(launch, program, number, mbarrier))
 
         def carry_out() -> None:
             task = tasks.current()
@@ -319,7 +319,7 @@ class Recorder(HostRecorder):
                 task.operation = before
             waiter = self._current_program()
             if mbarrier is None and waiter is not None:
-                self.notes.add(events.Awaited(*waiter, number))
+                self.log.add(events.Awaited(*waiter, number))
 
         return carry_out
 
@@ -331,17 +331,17 @@ class Recorder(HostRecorder):
         self, kind: str, first: tuple[int | None, str, int], second: tuple[int | None, str, int], missing: str
     ) -> None:
         """A race in shared memory: see `iris.sanitizer.events.SharedRace`."""
-        self.notes.add(events.SharedRace(kind, tasks.current().text, first, second, missing))
+        self.log.add(events.SharedRace(kind, tasks.current().text, first, second, missing))
 
     # Mistakes, and who and where ------------------------------------------------------------------------------------
 
     def diagnose(self, kind: str, text: str, place: int | None = None) -> None:
         """The program that runs, or the host, has made this mistake."""
-        self.notes.add(events.Diagnostic(kind, text, place, tasks.current().text if tasks.in_kernel() else ""))
+        self.log.add(events.Diagnostic(kind, text, place, tasks.current().text if tasks.in_kernel() else ""))
 
     def asymmetric(self, text: str, calls: dict[int, tuple[str, int, str]]) -> None:
         """The ranks allocate differently. ``calls``: file, line and function of the first that differ, by rank."""
-        self.notes.add(
+        self.log.add(
             events.Diagnostic("asymmetric", text, self._place(), "", tuple((r, Line(*c)) for r, c in calls.items()))
         )
 
@@ -384,7 +384,7 @@ class Recorder(HostRecorder):
                 caller = self._callers.get(id(tasks.current().launch))
             elif outermost is not None and line is not None and outermost[0] is not line[0]:
                 caller = outermost
-        return self.notes.number_of(events.Place(kernel, lines.as_line(line), caller and lines.as_line(caller)))
+        return self.log.number_of(events.Place(kernel, lines.as_line(line), caller and lines.as_line(caller)))
 
 
 # The kinds of findings, by the type of an error that a program raises.

@@ -24,9 +24,9 @@ from typing import Any
 
 from iris.sanitizer import locks
 from iris.sanitizer.calls import Call
+from iris.sanitizer.event_log import EventLog
 from iris.sanitizer.events import HOST, HostAcquire, HostRelease
 from iris.sanitizer.interceptors import INTERCEPTORS
-from iris.sanitizer.notes import Notes
 from iris.simulator import lines
 from iris.simulator.grid import TaskThread
 
@@ -45,9 +45,9 @@ class Threads:
     """
 
     def __init__(
-        self, notes: Notes, watched: Callable[[], contextlib.AbstractContextManager], settled: Callable[[], None]
+        self, log: EventLog, watched: Callable[[], contextlib.AbstractContextManager], settled: Callable[[], None]
     ) -> None:
-        self._notes, self._watched, self._settled = notes, watched, settled
+        self._log, self._watched, self._settled = log, watched, settled
         # Of the current thread: its number, the call that it carries out, and whether it ignores acquires.
         self._this = threading.local()
         self._numbers: weakref.WeakKeyDictionary[threading.Thread, int] = weakref.WeakKeyDictionary()
@@ -98,7 +98,7 @@ class Threads:
         else:
             spare = self._spare[self.current()]
             number = spare.pop() if spare else next(self._count)
-        return Call(self, self._notes, number, place)
+        return Call(self, self._log, number, place)
 
     def free(self, number: int) -> None:
         """The current thread has waited for the call of this number. Its next call may have the number."""
@@ -112,7 +112,7 @@ class Threads:
         """
         self._tasks.append(self._tasks[0] if len(self._tasks) == MOST_TASKS else next(self._count))
         self._multithreaded = True
-        return Call(self, self._notes, self._tasks[-1], None)
+        return Call(self, self._log, self._tasks[-1], None)
 
     @contextlib.contextmanager
     def carrying_out(self, call: Call) -> Iterator[None]:
@@ -182,12 +182,12 @@ class Threads:
     def release(self, thing: Any) -> None:
         """The current thread releases into a lock, an event, a thread or the like."""
         if self._multithreaded:
-            self._notes.add(HostRelease(self.current(), self._key(thing)))
+            self._log.add(HostRelease(self.current(), self._key(thing)))
 
     def acquire(self, thing: Any) -> None:
         """The current thread acquires what was released there."""
         if self._multithreaded and not getattr(self._this, "ignores_acquires", False):
-            self._notes.add(HostAcquire(self.current(), self._key(thing)))
+            self._log.add(HostAcquire(self.current(), self._key(thing)))
 
     @contextlib.contextmanager
     def ignoring_acquires(self) -> Iterator[None]:

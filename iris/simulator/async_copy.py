@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy as amper
 from iris import observer
 from iris.simulator import mbarrier, tasks
 from iris.simulator.asynchronous import Destination, Source
-from iris.simulator.gluon import SharedMemory, integer, semantic, truth
+from iris.simulator.semantic import SharedMemory, integer, semantic, truth
 
 THREADS_OF_A_WARP = 32  # on NVIDIA, whose threads each arrive at an mbarrier
 

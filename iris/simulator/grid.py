@@ -25,7 +25,7 @@ import numpy as np
 from iris import observer
 from iris.compat.dispatch import hidden_from_modes
 from iris.simulator import hang, interrupts, tasks
-from iris.simulator.partitions import SharedMemoryChecker
+from iris.simulator.shared_memory import SharedMemoryChecker
 from iris.simulator.tasks import Task, closed_gate
 
 # Sleeps between two rounds of polls begin with the first, and double up to the second.

@@ -34,8 +34,8 @@ from iris.operators.graph_break import breaks_graph
 from iris.operators.stand_ins import stand_in
 from iris.simulator import dtypes, lines, noted, tasks, tma
 from iris.simulator import grid as scheduler
-from iris.simulator.gluon import semantic
 from iris.simulator.rewriting import lines_of, rewrite
+from iris.simulator.semantic import semantic
 
 # Arguments of a launch -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Binds ``tl`` and ``gl`` to the simulator: every builtin then calls its semantic layer (`iris.simulator.gluon`).
+"""Binds ``tl`` and ``gl`` to the simulator: every builtin then calls its semantic layer (`iris.simulator.semantic`).
 
 A builtin of Triton takes the semantic layer as an argument, which the compiler passes. Triton's interpreter replaces
 all builtins around each launch and each call of a device function. Here they are replaced once, when the simulator is
@@ -34,10 +34,10 @@ from iris.simulator import (
     warpgroup,
 )
 from iris.simulator.aggregates import method
-from iris.simulator.gluon import semantic
 from iris.simulator.interpreter import MissingOperation
 from iris.simulator.kernels import GluonFunction
 from iris.simulator.rewriting import counted
+from iris.simulator.semantic import semantic
 from iris.simulator.shapes import unwrapped
 
 _LANGUAGES = ("triton.language", "triton.experimental.gluon.language")

@@ -7,8 +7,8 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from iris.errors import NotInSimulatorError
-from iris.simulator.gluon import integer, semantic
 from iris.simulator.reductions import make_tensor
+from iris.simulator.semantic import integer, semantic
 
 
 def multiply_add(a: tl.tensor, b: tl.tensor, acc: tl.tensor, *_: Any, **__: Any) -> tl.tensor:

@@ -18,7 +18,7 @@ from iris import observer
 from iris.errors import MbarrierError
 from iris.simulator import tasks
 from iris.simulator.asynchronous import Operation
-from iris.simulator.gluon import SharedMemory, integer, semantic, truth
+from iris.simulator.semantic import SharedMemory, integer, semantic, truth
 from iris.simulator.shapes import unwrapped
 
 # The object is an opaque 64-bit word. The PTX ISA gives its parts these ranges.

@@ -24,9 +24,9 @@ from iris.compat.interpreter import TensorHandle
 from iris.compat.semantic import builtin_for
 from iris.errors import KernelSourceMissingError
 from iris.simulator import dtypes, noted, spinning
-from iris.simulator.gluon import semantic
 from iris.simulator.lines import INSTALLED, USER, owner_of
 from iris.simulator.parsing import parse
+from iris.simulator.semantic import semantic
 from iris.simulator.shapes import unwrapped
 
 # What rewritten code calls -------------------------------------------------------------------------------------------

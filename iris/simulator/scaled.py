@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 
 from iris.compat.interpreter import TensorHandle
 from iris.simulator import dtypes
-from iris.simulator.gluon import integer, semantic, truth
 from iris.simulator.reductions import make_tensor
+from iris.simulator.semantic import integer, semantic, truth
 from iris.simulator.shapes import unwrapped
 
 # The values of E2M1 by their bits.

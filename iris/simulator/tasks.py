@@ -21,7 +21,7 @@ import triton.language as tl
 from iris import observer
 from iris.compat.libtriton import load
 from iris.simulator.asynchronous import Groups, InFlight
-from iris.simulator.partitions import SharedMemoryChecker
+from iris.simulator.shared_memory import SharedMemoryChecker
 
 # How many observations a task remembers: more than any loop polls in turn.
 REMEMBERED = 1 << 14

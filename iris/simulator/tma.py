@@ -19,8 +19,8 @@ from iris import observer
 from iris.errors import NotInSimulatorError
 from iris.simulator import mbarrier, tasks
 from iris.simulator.asynchronous import Destination, Source
-from iris.simulator.gluon import SharedMemory, integer, semantic, truth, will_read
 from iris.simulator.reductions import make_tensor
+from iris.simulator.semantic import SharedMemory, integer, semantic, truth, will_read
 from iris.simulator.shapes import unwrapped
 from iris.simulator.tensor_map import TensorMap
 

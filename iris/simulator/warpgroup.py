@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from iris.compat.interpreter import TensorHandle
 from iris.simulator import dtypes, tasks
 from iris.simulator.asynchronous import Source
-from iris.simulator.gluon import SharedMemory, integer, semantic, truth, will_read
+from iris.simulator.semantic import SharedMemory, integer, semantic, truth, will_read
 
 Accumulator: TypeAlias = hopper.warpgroup_mma_accumulator
 """The result of a product that has not been waited for: a kernel can only accumulate on it or wait for it."""

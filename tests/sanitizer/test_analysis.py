@@ -14,6 +14,7 @@ from iris import observer, sanitizer
 from iris.observer import READ, UPDATE, WRITE
 from iris.sanitizer import deadlock
 from iris.sanitizer.analysis import Analysis
+from iris.sanitizer.event_log import notes_in
 from iris.sanitizer.events import (
     HOST,
     Accessed,
@@ -30,7 +31,6 @@ from iris.sanitizer.events import (
     Wait,
 )
 from iris.sanitizer.flags import Guarantees
-from iris.sanitizer.notes import notes_in
 from iris.simulator.lines import Line
 
 DATA = Spans(("heap", 2), np.array([64]), np.array([128]))

@@ -22,9 +22,9 @@ from iris.errors import KernelBoundsError
 from iris.simulator import dtypes, tasks
 from iris.simulator.asynchronous import Groups
 from iris.simulator.interpreter import Builder, MissingOperation
-from iris.simulator.partitions import LARGEST_FLAG
 from iris.simulator.reductions import make_tensor
 from iris.simulator.shapes import unwrapped
+from iris.simulator.shared_memory import LARGEST_FLAG
 
 SharedMemory: TypeAlias = gl.shared_memory_descriptor
 """A view of a program's shared memory; its handle is a view of the array."""

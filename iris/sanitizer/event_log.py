@@ -1,4 +1,4 @@
-"""A rank's notes: its log of events (`iris.sanitizer.events`), a file in a folder that all ranks share.
+"""A rank's log of events (`iris.sanitizer.events`): a file in a folder that all ranks share.
 
 ``rank<n>.events`` has the events of rank n, pickled one after the other. ``counter`` has two 64-bit numbers that all
 ranks count up together: the number of the next operation that orders ranks, and how often any rank has written to
@@ -20,8 +20,8 @@ from iris.errors import FolderError
 from iris.sanitizer.events import Known, Place
 
 
-class Notes:
-    """The notes that this process writes, as ``rank``, and the counters of all ranks."""
+class EventLog:
+    """The log that this process writes, as ``rank``, and the counters of all ranks."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         # Launches of several threads take turns, but their hosts' operations run at the same time.
@@ -48,8 +48,8 @@ class Notes:
                 self._file.flush()
             except OSError as error:
                 raise FolderError(
-                    f"What this rank does cannot be noted in {self._file.name}: {error.strerror}. The notes of a long "
-                    "program are gigabytes; TMPDIR names another place for them."
+                    f"What this rank does cannot be noted in {self._file.name}: {error.strerror}. The event logs of a "
+                    "long program are gigabytes; TMPDIR names another place for them."
                 ) from error
 
     def number_of(self, place: Place) -> int:
