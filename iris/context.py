@@ -263,11 +263,11 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
     ) -> ExpertParallel:
         """Set memory aside for tokens that go to experts on other ranks, and back. Collective over ``group``; blocks.
 
-        ``num_experts`` is that of all ranks, each of which has as many. A token is a row of ``hidden`` elements of
+        ``num_experts``: of all ranks together; each has an equal share. A token is a row of ``hidden`` elements of
         ``dtype`` (bf16, fp16 or fp32), and has up to ``top_k`` experts. ``max_tokens`` is the most that a rank has in
         one call. The page "Expert parallelism" has the bytes of all this, under "Memory"; they are set aside for each
-        of `ExpertsConfig.in_flight`. Over S hosts they are those of S ``max_tokens`` among the ranks of one host and
-        its experts, and calls take memory of torch's besides.
+        of `ExpertsConfig.in_flight`. Over S hosts, count S times ``max_tokens``, and the ranks and experts of one
+        host; and calls take memory of torch's besides.
 
         `InvalidExpertsError` and `InvalidConfigError` say what cannot work, `MismatchedCollectiveError` that ranks ask
         for different things.

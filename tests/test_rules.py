@@ -54,7 +54,7 @@ SAY_MORE = {
     "distributed/group.py": "torch asks a property, which must answer split_group() otherwise than other callers",
     "sanitizer/host_recorder.py": "whether the host looks at a flag in a loop: its Python runs as the user wrote it",
     "sanitizer/locks.py": "who makes a lock: those of the program are looked at, and those of libraries are not",
-    "sanitizer/distributed_calls.py": "who has called: what torch's C++ starts, and not its Python, it waits for there",
+    "sanitizer/distributed_calls.py": "whether torch's Python or C++ has called: what C++ starts, it waits for there",
     "sanitizer/threads.py": "who starts a thread, the program or a library: nothing else tells them apart",
     "sanitizer/waits.py": "what the host compares with what it has seen: see `wait_of_host`",
     "simulator/interrupts.py": "what a signal interrupts: Python hands this frame to the handler",

@@ -5,18 +5,22 @@ could not be resident together, both ranks would wait for ever. So every launch 
 stream. What a program takes of a multiprocessor is mostly registers (CUDA C++ Programming Guide, "Compute
 Capabilities": 65536 a multiprocessor), so the room is counted in registers:
 
-* A kernel that takes at most 5/16 of them lets the next launch of its stream begin early (programmatic dependent
-  launch): while it waits itself.
-* Any other kernel takes at most half. It may let the next launch begin when none of its programs waits for a peer any
-  more (`gdc_launch_dependents_after_waits`): what is left of it ends by itself.
-* A launch begins early itself if it takes at most 3/8. So what a stream holds while it waits for peers is half, or of a
-  kernel of the first kind and the launch after it 5/16 + 3/8 = 11/16.
-* A kernel with queues (`iris.ccl.queue`) takes up to three quarters, and may begin early: it runs on fewer
-  multiprocessors than there are, and leaves the others free.
+* A kernel that takes at most 5/16 of them begins early (programmatic dependent launch), and lets the next launch of its
+  stream begin early while it waits.
+* Any other kernel takes at most half, and begins when the one before it has ended; but a norm between two ranks begins
+  early if it takes at most 3/8 (`iris.ops.row_division`). Such a norm lets the next launch begin when none of its
+  programs waits for a peer any more (`gdc_launch_dependents_after_waits`): what is left of it ends by itself.
+* A kernel with queues (`iris.ccl.queue`) takes up to three quarters, and may begin early. It runs on fewer
+  multiprocessors than there are, and leaves the others free (`Communicator.programs` says why that is enough).
 
-Say that each of two ranks runs a launch that waits for the other rank, and that they are of two streams. If one of them
-takes at most 5/16, it finds room on the other rank, where the other stream holds at most 11/16. If both take more, the
-other stream holds half at most on either rank, and there is room for both.
+So what a stream holds while it waits for peers is half, or of a kernel of the first kind and the launch after it 5/16 +
+3/8 = 11/16. Say that each of two ranks runs a launch that waits for the other rank, and that they are of two streams.
+If one of them takes at most 5/16, it finds room on the other rank, where the other stream holds at most 11/16. If both
+take more, the other stream holds half at most on either rank, and there is room for both. (Registers belong to four
+partitions, so not all programs may fit at once. Those of pushes do not wait for each other, and follow one another.)
+
+Products and other kernels that compute on all multiprocessors keep to none of this: the page "Fused operations" says,
+under "Streams", that their stream and those of calls that wait for peers have to follow each other.
 """
 
 from typing import Any

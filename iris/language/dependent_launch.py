@@ -28,8 +28,8 @@ def gdc_wait():
 def gdc_launch_dependents():
     """Let the next launch on the stream begin, if it may begin early, once all programs have come here.
 
-    After `gdc_wait`, so that at most one kernel of a stream is resident before its turn. For small kernels, beside
-    which there is room for it while they wait for peers (`iris.ccl.kernel_launch`).
+    After `gdc_wait`, so that at most one kernel of a stream is resident before its turn. For small kernels: the next
+    launch has room beside them while they wait for peers (`iris.ccl.kernel_launch`).
     """
     if launches_early():
         tl.inline_asm_elementwise(

@@ -24,14 +24,14 @@ from iris.ops.norm_call import REPLICATED, SHARDED, NormCall
 from iris.ops.norm_memory import NormLayout
 from iris.ops.row_division import (
     BY_OWNER,
-    EARLY_REGISTERS,
     MOST_WARPS,
     REGISTERS,
-    SMALL_WARPS,
     STEPS,
     WARPS,
+    Residency,
     divide,
     in_registers,
+    residency,
 )
 from iris.ops.sharded_rms_norm import sharded_rms_norm
 from iris.runtime.launch import addresses, prepare, remember
@@ -173,7 +173,9 @@ class AllReduceRmsNorm:
         if layout.slot_bytes > memory.limit // SHARE_OF_WORKSPACE:
             return None
         programs = min(units, SIMULATED_PROGRAMS if sms is None else WARPS * sms // warps)
-        small = sms is not None and programs * warps <= SMALL_WARPS * sms
+        small, early, registers = Residency(False, False, REGISTERS)  # without a GPU none of it has a meaning
+        if sms is not None:
+            small, early, registers = residency(variant, comm.size, programs * warps, sms)
         lanes = max(pieces, power_of_two(warps * threads_per_warp()))
         shape = RowDivision(call.columns, pieces, piece, part, block, lanes, clustered, small)
         wanted = [name for name, tensor in call._asdict().items() if tensor is not None]
@@ -189,9 +191,7 @@ class AllReduceRmsNorm:
         kernel = KERNELS[variant]
         norm_channel = layout.channel(memory.channel(name, line, layout.nbytes, layout.epochs))
         constants = {"room": room, "W": comm.size, "DIVISION": shape, "LARGEST": call.largest()}
-        # The parts of more ranks, and of two shots, have no room in fewer registers.
-        reduced = not small and variant == "one_shot" and comm.size == 2
-        options = {"maxnreg": EARLY_REGISTERS if reduced else REGISTERS} if on_nvidia() else {}
+        options = {"maxnreg": registers} if on_nvidia() else {}
 
         def arguments(given: NormCall, tensors: object, place: object, eps: float, apart: int | None) -> tuple:
             rows = {"rows": given.rows, "apart": apart or given.rows} if variant == BY_OWNER else {"rows": given.rows}
@@ -202,7 +202,7 @@ class AllReduceRmsNorm:
             (programs, 1, 1),
             *arguments(call, call.tensors(call.input), norm_channel, 0.5, None),
             cluster=pieces if clustered else 1,
-            early=small or reduced,
+            early=early,
             num_warps=warps,
             **options,
         )

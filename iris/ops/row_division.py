@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
 from iris.ccl.kernel_launch import EARLY_LAUNCH, SMALL_LAUNCH
-from iris.language.target import threads_per_warp
+from iris.language.target import launches_early, threads_per_warp
 
 # The variants of all_reduce that have a kernel of their own here, and the steps of each.
 STEPS = {"one_shot": 1, "two_shot_push": 2}
@@ -15,10 +15,10 @@ BY_OWNER = "owners"
 # Elements of a row that a program has at least, in one shot, and twice as many in two; and of them that a rank adds up.
 SMALLEST_PIECE, SMALLEST_PART = 256, 128
 MOST_WARPS = 8
-# Registers of a thread at most, on NVIDIA, and warps on a multiprocessor, which take half of all registers then. So few
-# as `SMALL_WARPS` may let the next launch of their stream begin while they wait. So many as `WARPS` may begin early if
-# a thread has `EARLY_REGISTERS` (`iris.ccl.kernel_launch`).
+# Registers of a thread at most, on NVIDIA, and warps on a multiprocessor, which take half of all registers then.
 REGISTERS, WARPS = 128, 8
+# So few warps may let the next launch of their stream begin while they wait. `WARPS` may begin early if a thread has so
+# many registers (`iris.ccl.kernel_launch`).
 SMALL_WARPS, EARLY_REGISTERS = SMALL_LAUNCH // (32 * REGISTERS), EARLY_LAUNCH // (32 * WARPS)
 # Bytes that a thread holds at most, of a program in a cluster or of `BY_OWNER`: of the pieces of all ranks, but in two
 # shots; and of one piece and what is computed from it, which is four times as much. A program in a cluster has no more
@@ -27,6 +27,27 @@ SMALL_WARPS, EARLY_REGISTERS = SMALL_LAUNCH // (32 * REGISTERS), EARLY_LAUNCH //
 # warp a quarter of a partition's, which collectives leave in each of the four
 # (`iris.ccl.kernel_launch.MOST_REGISTERS`).
 THREAD_BYTES, CLUSTER_WARPS = 256, 2
+
+
+class Residency(NamedTuple):
+    """What a launch may take of the multiprocessors, and when."""
+
+    small: bool
+    """It lets the next launch begin while it waits."""
+    early: bool
+    """It begins while the launch before it ends."""
+    registers: int
+    """Of a thread at most."""
+
+
+def residency(variant: str, size: int, warps: int, sms: int) -> Residency:
+    """That of a launch of so many ``warps`` in all, on a GPU with ``sms`` multiprocessors."""
+    if warps <= SMALL_WARPS * sms:
+        return Residency(small=True, early=True, registers=REGISTERS)
+    # The parts of more ranks, and of two shots, have no room in fewer registers: compiled for sm_90, up to 230 bytes a
+    # thread spill. Between two ranks none do in bf16, and 20 at most of fp8, which gains as much.
+    early = variant == "one_shot" and size == 2 and launches_early()
+    return Residency(small=False, early=early, registers=EARLY_REGISTERS if early else REGISTERS)
 
 
 class Division(NamedTuple):

@@ -60,7 +60,7 @@ MOST_PASSES = 4
 
 
 class Rank:
-    """One rank's event log, as far as they have been gone through."""
+    """One rank's event log, as far as it has been gone through."""
 
     def __init__(self, number: int, events: Iterator[Any]) -> None:
         self.number, self.events = number, events

@@ -3,13 +3,9 @@
 import os
 from pathlib import Path
 
-import numpy
-import torch
 import triton
 
 IRIS = str(Path(__file__).parents[1]) + os.sep
 SANITIZER = IRIS + "sanitizer" + os.sep
 SIMULATOR = IRIS + "simulator" + os.sep
 TRITON = str(Path(triton.__file__).parent) + os.sep
-# Lines of these are not the user's.
-LIBRARIES = (IRIS, TRITON, str(Path(numpy.__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)

@@ -25,6 +25,7 @@ import numpy as np
 from iris import observer
 from iris.compat.dispatch import hidden_from_modes
 from iris.simulator import hang, interrupts, tasks
+from iris.simulator.lines import place_of_error
 from iris.simulator.shared_memory import SharedMemoryChecker
 from iris.simulator.tasks import Task, closed_gate
 
@@ -285,7 +286,7 @@ class Launch:
             # numpy warns of overflows and the like, a GPU does not. And a torch mode that watches the host, such as the
             # sanitizer's, is not to see what the simulator does with torch: that would take longer than the program.
             with np.errstate(all="ignore"), hidden_from_modes():
-                task.body()
+                task.run()
                 self.join(task)
                 task.in_flight.write()
         except _Unwound:
@@ -294,7 +295,7 @@ class Launch:
             if observer.recorder is not None:
                 observer.recorder.failed(error)
             if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"in program {task.index} of kernel {self.name!r}{hang.users_line(error)}")
+                error.add_note(f"in program {task.index} of kernel {self.name!r}{place_of_error(error)}")
             self.fail(error)
         self.live.discard(task)
         self._finish(task)

@@ -5,7 +5,6 @@ The scheduler (`iris.simulator.grid`) decides that a launch hangs, and asks here
 
 import os
 import sys
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
@@ -18,13 +17,14 @@ from iris import observer
 from iris.compat.interpreter import TensorHandle
 from iris.errors import IrisTimeoutError, PeerLostError
 from iris.simulator import dtypes
-from iris.simulator.folders import IRIS, LIBRARIES, SIMULATOR
+from iris.simulator.folders import IRIS, SIMULATOR, TRITON
 from iris.simulator.tasks import Condition, Poll, Task
 from iris.switches import switched_on
 
 # Of waits that the message shows.
 MOST_LINES = 8
 
+_LIBRARIES = (IRIS, TRITON)
 # The code of collectives. With IRIS_DEBUG=1 their calls are compared between ranks.
 _COLLECTIVE = tuple(IRIS + name + os.sep for name in ("ccl", "ops"))
 # In the name of the memory of point-to-point messages (`iris.ccl.communicator`), which are not compared.
@@ -174,18 +174,11 @@ def _places(stack: list[FrameType]) -> tuple[Location, Location | None]:
     # Frames inside the simulator's first one are those of functions that it calls itself.
     first = next(i for i, frame in enumerate(stack) if frame.f_code.co_filename.startswith(SIMULATOR))
     stack = stack[first:]
-    users = [frame for frame in stack if not frame.f_code.co_filename.startswith(LIBRARIES)]
+    users = [frame for frame in stack if not frame.f_code.co_filename.startswith(_LIBRARIES)]
     kernels = [frame for frame in stack if not frame.f_code.co_filename.startswith(SIMULATOR)]
     inner, outer = (users[0], users[-1]) if users else (kernels[-1], kernels[-1])
     place, caller = ((each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in (inner, outer))
     return place, None if inner is outer else caller
-
-
-def users_line(error: BaseException) -> str:
-    """Which line of the user's has raised ``error``, below which there may be many of the simulator's."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    users = [f", at {file}:{line}" for file, line in frames if not file.startswith(LIBRARIES)]
-    return users[-1] if users else ""
 
 
 def _wanted(poll: Poll, condition: Condition | None) -> str:

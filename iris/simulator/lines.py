@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from iris.simulator import grid
 from iris.simulator.folders import IRIS, SANITIZER, SIMULATOR, TRITON
+from iris.simulator.tasks import Task
 
 USER, LIBRARY, INSTALLED, INTERNAL = "user", "library", "installed", "internal"
 """Who owns a file:
@@ -52,7 +52,7 @@ class Line(NamedTuple):
     function: str
 
 
-BOTTOM = grid.Launch._execute.__code__
+BOTTOM = Task.run.__code__
 """The code whose frame lies below those of a kernel: stacks are searched down to it."""
 
 
@@ -102,6 +102,14 @@ def lines_of_error(error: BaseException) -> tuple[CodeLine | None, CodeLine | No
             outermost = line
         trace = trace.tb_next
     return line, outermost
+
+
+def place_of_error(error: BaseException) -> str:
+    """The user's line where ``error`` was raised, to end a sentence with; nothing if there is none."""
+    line, _ = lines_of_error(error)
+    if line is None or owner(line[0]) != USER:
+        return ""
+    return f", at {line[0].co_filename}:{line[1]}"
 
 
 def as_line(line: CodeLine | None) -> Line:

@@ -146,6 +146,10 @@ class Task:
     stores: bool = False
     """Whether it has stored anything since plain loads last counted as a poll."""
 
+    def run(self) -> None:
+        """Run the body. The lines of a kernel are looked for from the innermost frame to this one's."""
+        self.body()
+
     @property
     def program(self) -> "Task":
         """The task of the whole program, whose partition this is or which it is itself."""

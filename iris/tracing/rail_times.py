@@ -12,11 +12,9 @@ On a GPU a row of the table has two times and a number. The host knows which `Tr
 may be traced for days, so it forgets numbers to which no row can refer any more:
 
 1. No number is used for a second transfer, so a kernel that is still enqueued writes a number that means the same.
-Equal
-   transfers share a number as long as it is kept.
+   Equal transfers share a number as long as it is kept.
 2. A graph writes the numbers that it was captured with at each replay. They are kept as long as any graph of the
-process
-   lives (`StreamTimes.forget`), since torch does not say which graph it is.
+   process lives (`StreamTimes.forget`), since torch does not say which graph it is.
 3. Outside graphs only the first `ROOM` transfers that begin after a `forget` have a row. The host may be ahead of the
    GPU by `UNDER_WAY` transfers. So the numbers of the first ``ROOM + UNDER_WAY`` that are enqueued after a `forget` are
    kept, and of the last `UNDER_WAY` before it, which may be on streams that the `forget` did not wait for.

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from iris.ccl import communicator
+from iris.ccl.kernel_launch import ALL_REGISTERS, EARLY_LAUNCH, SMALL_LAUNCH
 from iris.language.target import threads_per_warp
 from iris.ops import row_division
 from iris.ops.row_division import BY_OWNER
@@ -83,3 +84,20 @@ def agreed(ctx):
 
 def test_all_ranks_take_the_smallest_cluster_of_any(ranks):
     ranks.run(agreed)
+
+
+@pytest.mark.parametrize(
+    ("variant", "size", "warps", "hopper", "given"),
+    [("one_shot", 2, 5, True, (True, True, 128)), ("one_shot", 8, 5, True, (True, True, 128)),
+     ("one_shot", 2, 6, True, (False, True, 96)), ("one_shot", 2, 8, True, (False, True, 96)),
+     ("one_shot", 2, 8, False, (False, False, 128)), ("one_shot", 4, 8, True, (False, False, 128)),
+     ("two_shot_push", 2, 8, True, (False, False, 128)), (BY_OWNER, 2, 8, True, (False, False, 128))],
+)  # fmt: skip
+def test_a_launch_begins_early_only_where_there_is_room(monkeypatch, variant, size, warps, hopper, given):
+    """``warps`` on each multiprocessor. What is resident before its turn, and what waits, leave room for others."""
+    monkeypatch.setattr(row_division, "launches_early", lambda: hopper)
+    small, early, registers = row_division.residency(variant, size, 132 * warps, 132)
+    assert (small, early, registers) == given
+    held = warps * 32 * registers
+    assert held <= (SMALL_LAUNCH if small else EARLY_LAUNCH if early else ALL_REGISTERS // 2)
+    assert 2 * SMALL_LAUNCH + EARLY_LAUNCH <= ALL_REGISTERS

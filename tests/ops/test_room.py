@@ -142,7 +142,7 @@ def test_so_do_programs_of_a_cluster_that_are_small(ranks, cluster, shared):
 def crossing(ctx, collective, rows, columns):
     """Every second rank has begun the norms when it comes to the collective, and the others the other way round.
 
-    The first norm, of one row, lets the second one take its places while it waits.
+    While the first norm, of one row, waits, the second one is resident already.
     """
     rank, size, n = ctx.cur_rank, ctx.num_ranks, 32 << 20
     gathers = collective == "all_gather"

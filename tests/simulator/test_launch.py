@@ -3,6 +3,7 @@
 import gc
 import linecache
 import py_compile
+import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -255,3 +256,17 @@ def test_kernels_close_over_functions_and_values():
     for scale, expected in ((2, 7.0), (5, 16.0)):
         factory(triton.jit, scale)[(1,)](x, out)
         assert out.item() == expected
+
+
+@triton.jit
+def fail_in_a_library(x):
+    tl.store(x, tl.load(x), cache_modifier=".none such")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
+def test_the_line_of_an_exception_is_the_users():
+    """And not the innermost one, which is Triton's, or generated."""
+    with pytest.raises(Exception) as caught:
+        fail_in_a_library[(1,)](torch.zeros(1))
+    line = fail_in_a_library.fn.__code__.co_firstlineno + 2
+    assert caught.value.__notes__[-1].endswith(f"of kernel 'fail_in_a_library', at {__file__}:{line}")
