@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import iris
+from iris.bench.options import num_ranks
 from iris.spawn import launch
 
 SIMULATED = iris.simulator.ACTIVE
@@ -129,14 +130,7 @@ def command(main: Callable[[iris.Iris, int], None], size_on_gpu: int, size_simul
     """The command line of an example: starts the ranks, and calls ``main(ctx, size)`` on each."""
 
     @click.command(help=main.__globals__["__doc__"])
-    @click.option(
-        "-r",
-        "--num-ranks",
-        type=click.IntRange(2),
-        default=2,
-        show_default=True,
-        help="How many ranks to start. Ignored under torchrun.",
-    )
+    @num_ranks(fewest=2, default=2)
     @click.option(
         "--size",
         type=click.IntRange(4),

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import iris
+from iris.bench.options import num_ranks
 from iris.bench.timing import replay_microseconds
 from iris.spawn import launch
 from iris.tracing.command import show
@@ -60,14 +61,7 @@ def command(
     @click.option("-m", type=click.IntRange(1), default=m, show_default=True)
     @click.option("-n", type=click.IntRange(1), default=n, show_default=True)
     @click.option("-k", type=click.IntRange(1), default=k, show_default=True)
-    @click.option(
-        "-r",
-        "--num-ranks",
-        type=click.IntRange(1),
-        default=2,
-        show_default=True,
-        help="How many ranks to start. Ignored under torchrun.",
-    )
+    @num_ranks(default=2)
     @click.option("--datatype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
     @click.option("--validate", is_flag=True, help="Compare the results of several rounds. The default.")
     @click.option("--benchmark", is_flag=True, help="Time it beside the vendor's libraries.")

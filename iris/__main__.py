@@ -6,7 +6,7 @@ import click
 
 from iris import requirements
 from iris.bench.commands import bench
-from iris.bench.options import NUM_RANKS, Numbers, Rate
+from iris.bench.options import Numbers, Rate, num_ranks
 from iris.commands.launcher import forget_callers_rank
 from iris.errors import IrisError, ProcessUnreachableError
 
@@ -178,7 +178,7 @@ def trace(out: Path, picture: Path | None, max_events: int, program: Path, argum
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder of the tables to add to, in the place of ~/.config/iris, where Iris looks for them.",
 )
-@NUM_RANKS
+@num_ranks()
 def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -> None:
     """Measure this machine; Iris then chooses algorithms by it.
 

@@ -213,6 +213,8 @@ class Commands:
         # What folders share lies beside them.
         folder = (ROOT / path).parent
         sources = "".join(file.read_text() for each in (folder, folder.parent) for file in each.glob("*.py"))
+        if "from iris.bench.options import num_ranks" in sources:
+            sources += (ROOT / "iris" / "bench" / "options.py").read_text()
         for option in arguments:
             if option.startswith("--"):
                 # Options may be the fields of a tuple of sizes.

@@ -26,6 +26,7 @@ import torch
 import triton
 
 import iris
+from iris.bench.options import num_ranks
 from iris.spawn import launch
 
 SIMULATED = iris.simulator.ACTIVE
@@ -82,14 +83,7 @@ def command(main: Any) -> None:
     """The command line of an example: starts the ranks, and calls ``main(ctx, size)`` on each."""
 
     @click.command()
-    @click.option(
-        "-r",
-        "--num-ranks",
-        type=click.IntRange(2),
-        default=2,
-        show_default=True,
-        help="How many ranks to start. Ignored under torchrun.",
-    )
+    @num_ranks(fewest=2, default=2)
     @click.option(
         "--size", type=click.IntRange(min=4), default=DEFAULT_SIZE, show_default=True, help="Bytes of a message."
     )

@@ -7,6 +7,7 @@ import click
 import torch
 
 import iris
+from iris.bench.options import num_ranks
 from iris.ccl import Config
 from iris.spawn import launch
 
@@ -55,14 +56,7 @@ def command(main: Callable[[iris.Iris, int, Config], None], gluon: bool = True) 
     """
 
     @click.command(help=main.__globals__["__doc__"])
-    @click.option(
-        "-r",
-        "--num-ranks",
-        type=click.IntRange(2),
-        default=2,
-        show_default=True,
-        help="How many ranks to start. Ignored under torchrun.",
-    )
+    @num_ranks(fewest=2, default=2)
     @click.option(
         "--size", type=click.IntRange(min=64), default=20_000 if SIMULATED else 1 << 24, show_default=True,
         help="Bytes of a rank's input.",

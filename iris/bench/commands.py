@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from iris import requirements
-from iris.bench.options import DTYPES, MATRIX_DTYPES, NUM_RANKS, Floors, Numbers, Sizes
+from iris.bench.options import DTYPES, MATRIX_DTYPES, Floors, Numbers, Sizes, num_ranks
 
 
 @click.group()
@@ -41,7 +41,7 @@ def bench() -> None:
 )
 @click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
-@NUM_RANKS
+@num_ranks()
 def ccl(
     collectives: tuple[str, ...],
     libraries: tuple[str, ...],
@@ -89,7 +89,7 @@ def ccl(
 @click.option("--sweep", is_flag=True, help="Also M from 16 to 16384, with N = K = 8192.")
 @click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
-@NUM_RANKS
+@num_ranks()
 def ops(
     operations: tuple[str, ...],
     libraries: tuple[str, ...],
@@ -148,7 +148,7 @@ def ops(
 )
 @click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and a picture.")
-@NUM_RANKS
+@num_ranks()
 def experts(
     tokens: tuple[int, ...],
     hidden: int,
@@ -217,7 +217,7 @@ def experts(
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and a picture.")
-@NUM_RANKS
+@num_ranks()
 def model(
     model: str | None,
     layers: int | None,
@@ -246,7 +246,7 @@ def model(
 @bench.command()
 @click.option("--groups", type=click.IntRange(1), default=8, show_default=True, help="Further groups of each kind.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON.")
-@NUM_RANKS
+@num_ranks()
 def memory(groups: int, out: Path | None, num_ranks: int | None) -> None:
     """GPU memory that process groups take.
 

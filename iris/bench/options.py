@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,17 @@ DTYPES = click.Choice(["float16", "bfloat16", "float32"])
 MATRIX_DTYPES = click.Choice([*DTYPES.choices, "float8_e4m3fn"])
 
 
-NUM_RANKS = click.option(
-    "-r",
-    "--num-ranks",
-    type=click.IntRange(1),
-    help="How many ranks to start. If not given, one for each GPU of this machine, and 2 in the simulator. Ignored "
-    "under torchrun.",
-)
+def num_ranks(fewest: int = 1, default: int | None = None) -> Callable:
+    """The option ``--num-ranks``. Without a ``default`` it is None if not given: `iris.bench.ranks` chooses then."""
+    choice = "If not given, one for each GPU of this machine, and 2 in the simulator. " if default is None else ""
+    return click.option(
+        "-r",
+        "--num-ranks",
+        type=click.IntRange(fewest),
+        default=default,
+        show_default=default is not None,
+        help=f"How many ranks to start. {choice}Ignored under torchrun.",
+    )
 
 
 def check_choices(*options: tuple[str, Iterable[str], Collection[str]]) -> None:

@@ -25,10 +25,8 @@ from iris.ops.norm_memory import NormLayout
 from iris.ops.row_division import (
     BY_OWNER,
     MOST_WARPS,
-    REGISTERS,
     STEPS,
     WARPS,
-    Residency,
     divide,
     in_registers,
     residency,
@@ -173,9 +171,7 @@ class AllReduceRmsNorm:
         if layout.slot_bytes > memory.limit // SHARE_OF_WORKSPACE:
             return None
         programs = min(units, SIMULATED_PROGRAMS if sms is None else WARPS * sms // warps)
-        small, early, registers = Residency(False, False, REGISTERS)  # without a GPU none of it has a meaning
-        if sms is not None:
-            small, early, registers = residency(variant, comm.size, programs * warps, sms)
+        small, early, registers = residency(variant, comm.size, programs * warps, sms)
         lanes = max(pieces, power_of_two(warps * threads_per_warp()))
         shape = RowDivision(call.columns, pieces, piece, part, block, lanes, clustered, small)
         wanted = [name for name, tensor in call._asdict().items() if tensor is not None]

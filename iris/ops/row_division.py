@@ -40,8 +40,10 @@ class Residency(NamedTuple):
     """Of a thread at most."""
 
 
-def residency(variant: str, size: int, warps: int, sms: int) -> Residency:
-    """That of a launch of so many ``warps`` in all, on a GPU with ``sms`` multiprocessors."""
+def residency(variant: str, size: int, warps: int, sms: int | None) -> Residency:
+    """That of a launch of so many ``warps`` in all. ``sms``: multiprocessors, or None in the simulator."""
+    if sms is None:
+        return Residency(small=False, early=False, registers=REGISTERS)
     if warps <= SMALL_WARPS * sms:
         return Residency(small=True, early=True, registers=REGISTERS)
     # The parts of more ranks, and of two shots, have no room in fewer registers: compiled for sm_90, up to 230 bytes a

@@ -22,7 +22,7 @@ import numpy as np
 from iris.sanitizer import clocks
 from iris.sanitizer.clocks import Epoch, Operation, Thread
 from iris.sanitizer.deadlock import DeadlockMonitor
-from iris.sanitizer.event_log import notes_in
+from iris.sanitizer.event_log import read_events
 from iris.sanitizer.events import (
     PRIVATE,
     Accessed,
@@ -306,7 +306,7 @@ def analyse(folder: Path) -> list[Finding]:
     """What is wrong in the launch whose ranks have their event logs in ``folder``."""
     deadlocked, guarantees = DeadlockMonitor(folder).is_deadlocked(), Guarantees()
     for _ in range(MOST_PASSES):
-        analysis = Analysis(notes_in(folder), deadlocked, guarantees)
+        analysis = Analysis(read_events(folder), deadlocked, guarantees)
         findings = analysis.run()
         if not guarantees.add(analysis.lucky_looks()):
             break

@@ -90,7 +90,7 @@ class EventLog:
         os.close(self._lock)
 
 
-def notes_in(folder: Path) -> dict[int, Iterator[Any]]:
+def read_events(folder: Path) -> dict[int, Iterator[Any]]:
     """The events of each rank, from the files in ``folder``."""
 
     def events(path: Path) -> Iterator[Any]:

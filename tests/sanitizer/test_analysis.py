@@ -14,7 +14,7 @@ from iris import observer, sanitizer
 from iris.observer import READ, UPDATE, WRITE
 from iris.sanitizer import deadlock
 from iris.sanitizer.analysis import Analysis
-from iris.sanitizer.event_log import notes_in
+from iris.sanitizer.event_log import read_events
 from iris.sanitizer.events import (
     HOST,
     Accessed,
@@ -330,7 +330,7 @@ def test_notes_of_several_threads_of_python_are_complete(tmp_path):
                 other.join()
         finally:
             sys.setswitchinterval(interval)
-    came = [event.key for event in notes_in(tmp_path)[0] if isinstance(event, CollectiveEnter)]
+    came = [event.key for event in read_events(tmp_path)[0] if isinstance(event, CollectiveEnter)]
     for thread in range(threads):
         assert [round for who, round in came if who == thread] == list(range(rounds))
 

@@ -4,6 +4,7 @@ All have the methods of `Communication`. Calls are enqueued on the current strea
 same order, and they can be captured in a CUDA graph after a first call.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import torch
@@ -50,22 +51,24 @@ class Communication(Protocol):
         """Set memory aside for mixtures of so many tokens a rank, in the place of what was. Collective."""
 
 
-class Unfused:
+class Unfused(ABC):
     """Products and norms by torch, beside collectives that a subclass has: what ranks have that fuse nothing.
 
     Each rank gets the tokens of all, and computes what its own experts make of them: so the host needs no count, and
     graphs can be captured.
     """
 
+    @abstractmethod
     def all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
-        raise NotImplementedError
+        """The sum of all ranks' tensors, or what ``op`` makes of them."""
 
+    @abstractmethod
     def all_gather(self, rows: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The rows of all ranks: ``[M, H]`` → ``[W * M, H]``."""
 
+    @abstractmethod
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """This rank's part of the sum of all ranks' rows: ``[W * M, H]`` → ``[M, H]``."""
-        raise NotImplementedError
 
     def all_reduce_rms_norm(self, part: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual += self.all_reduce(part)
@@ -92,7 +95,8 @@ class Unfused:
         return experts.of_local_experts(rows, *experts.route(rows, 0))
 
     def prepare(self, dimensions: Dimensions, tokens: int, dtype: torch.dtype) -> None:
-        pass
+        """Torch sets memory aside as it needs it."""
+        return
 
 
 class _Gathered(torch.autograd.Function):
