@@ -31,7 +31,9 @@ When all is written, the sender of an exchange sets ``done`` to its count of the
 Inputs on the heap may be read where they are (`iris.ccl.pull`, `iris.ccl.broadcast`). Then all ranks of the group tell
 each other where their input lies, with release, after everything earlier on their streams; and their output.
 ``exits[s]`` is the last of these calls that rank s has finished; a rank leaves when all have, so its input is read and
-its output written. The own column counts the calls, as in a barrier (`iris.language.barrier`).
+its output written. The own column counts the calls, as in a barrier (`iris.language.barrier`). No program depends on
+which blocks another one has, so programs claim them (`claim_block`). How many are claimed is in the own column of the
+first program's ``done``, which no peer sets.
 """
 
 import triton.language as tl
@@ -166,9 +168,9 @@ def advertise_input(ctx, queues, words, tensor, length, calls, others, W: tl.con
 
 
 @jit
-def resolve_inputs(ctx, queues, words, calls, others, W: tl.constexpr):
-    """What all ranks `advertise_input`, or `permit`: an address each, 0 where it is not on the heap."""
-    offset = ll_recv_places(words + lanes(), calls + lanes() * 0, others, ctx._record())
+def resolve_places(ctx, queues, words, calls, others, W: tl.constexpr, sem: tl.constexpr):
+    """What all ranks `advertise_input` ("acquire") or `permit` ("relaxed"): an address each, 0 if not on the heap."""
+    offset = ll_recv_places(words + lanes(), calls + lanes() * 0, others, ctx._record(), sem=sem)
     return address_at(ctx, queues, offset, ranks=others, W=W)
 
 
@@ -258,6 +260,20 @@ def finish(ctx, flags, calls_to, to, calls_from, sources, W: tl.constexpr):
     """
     ctx._signal_ranks(flags + ctx.cur_rank, calls_to, lanes(), to)
     ctx._wait_ranks(flags + lanes(), calls_from, sources, 0, num_ranks=W)
+
+
+@jit
+def claim_block(ctx, queues, blocks):
+    """The next block of this call that no program of this rank has; ``blocks`` or more if none is left.
+
+    A program claims until none is left, and not again. So the last number that a call claims is blocks + programs - 1.
+    Whoever claims it sets the count back for the next call, a kernel that runs after this one.
+    """
+    count = queues.counts + DONE + ctx.cur_rank
+    claimed = tl.atomic_add(count, 1, sem="relaxed", scope="gpu")
+    if claimed == blocks + tl.num_programs(0) - 1:
+        tl.atomic_xchg(count, 0, sem="relaxed", scope="gpu")
+    return claimed
 
 
 @jit

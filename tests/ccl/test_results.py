@@ -6,6 +6,7 @@ same on all ranks. Nothing beside the result is written: tensors lie inside larg
 
 import importlib
 import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from patterns import assert_same_bits, pattern
 
 from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, chosen, mainly, perform, sample
 from iris.ccl import Config, ReduceOp, communicator
+from iris.ccl.pull import IN_FLIGHT
 from iris.ccl.queue import SLOTS
 
 ARENA_BYTES = 48 << 20
@@ -274,13 +276,14 @@ def test_the_largest_blocks_have_slots_if_not_for_all_programs(ranks):
     ranks.run(results_of_scarce_memory, [*cases, Case("all_reduce", (20_001,), torch.float32, config=slices)])
 
 
-def pulled_results(ctx, cases):
-    with chosen(ctx, "pull"):
+def pulled_results(ctx, cases, in_flight):
+    with patch("iris.ccl.pull.IN_FLIGHT", in_flight), chosen(ctx, "pull"):
         return results(ctx, cases)
 
 
 @mainly(2, 3)
-def test_inputs_that_are_read_where_they_lie(ranks):
+@pytest.mark.parametrize("in_flight", [0, IN_FLIGHT], ids=["by half blocks", "by blocks"])
+def test_inputs_that_are_read_where_they_lie(ranks, in_flight):
     """Or not, since one of the ranks has its input or output elsewhere than on the heap."""
     cases = [
         Case(collective, (count,), dtype, op, 0, *places, in_place=in_place, config=(("use_gluon", gluon),))
@@ -294,7 +297,7 @@ def test_inputs_that_are_read_where_they_lie(ranks):
             ranks=ranks,
         )
     ]
-    for case, *seen in zip(cases, *ranks.run(pulled_results, cases), strict=True):
+    for case, *seen in zip(cases, *ranks.run(pulled_results, cases, in_flight), strict=True):
         assert case.collective != "all_reduce" or len(set(seen)) == 1, f"ranks have different bits: {case}"
 
 

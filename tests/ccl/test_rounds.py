@@ -7,6 +7,7 @@ the collectives themselves change from call to call; ranks sleep now and then, e
 import itertools
 import random
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from hesitation import hesitant
 from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, chosen, mainly, perform
 from iris.ccl import Config, ReduceOp, one_hop
 from iris.ccl.communicator import P2P_SETS
-from iris.ccl.queue import COUNTS, MAX_RANKS, POSTS, WORDS
+from iris.ccl.pull import IN_FLIGHT
+from iris.ccl.queue import COUNTS, DONE, MAX_RANKS, POSTS, WORDS
 from iris.ccl.queue import PLACES as PLACES_FROM
 
 ARENA_BYTES = 24 << 20
@@ -96,14 +98,15 @@ def test_rounds_of_a_variant(ranks, variant):
     ranks.run(sequence, ["all_reduce"], variant, rounds_of(ranks, ROUNDS // 2), VARIANTS[variant])
 
 
-def pulled(ctx, seed, rounds):
-    with chosen(ctx, "pull"):
+def pulled(ctx, seed, rounds, in_flight=IN_FLIGHT):
+    with patch("iris.ccl.pull.IN_FLIGHT", in_flight), chosen(ctx, "pull"):
         sequence(ctx, ["all_reduce", "reduce_scatter", "broadcast"], seed, rounds)
 
 
 @mainly(3)
-def test_rounds_of_inputs_that_are_read_where_they_lie(ranks):
-    ranks.run(pulled, "pull", rounds_of(ranks, ROUNDS // 2))
+@pytest.mark.parametrize("in_flight", [0, IN_FLIGHT], ids=["by half blocks", "by blocks"])
+def test_rounds_of_inputs_that_are_read_where_they_lie(ranks, in_flight):
+    ranks.run(pulled, "pull", rounds_of(ranks, ROUNDS // 2), in_flight)
 
 
 @mainly(2, 4)
@@ -229,7 +232,10 @@ def set_counts(ctx, to):
             # Those for messages have counts, and words, of both directions on each stream.
             programs = int(operation.split()[2]) * (2 * P2P_SETS if operation.endswith("messages") else 1)
             counts, words = programs * COUNTS.value * 4, programs * WORDS.value * 8
-            channel[:counts].view(torch.int32).fill_(to)
+            rows = channel[:counts].view(torch.int32).view(programs, COUNTS.value)
+            rows.fill_(to)
+            # Of blocks that are claimed: each call sets it back.
+            rows[0, DONE.value + ctx.cur_rank] = 0
             rows = channel[counts : counts + words].view(torch.int64).view(programs, WORDS.value)
             rows[:, POSTS.value : POSTS.value + MAX_RANKS] = (to << 32) | (to & 0xFFFFFFFF)
             rows[:, PLACES_FROM.value :] = place

@@ -36,7 +36,7 @@ ELEMENTS = {
     "one_hop": {"input": INT32, "output": INT32, "BLOCK": 1024, "BLOCKS": 64},
     **dict.fromkeys(["one_shot", "two_shot_push"], {"slots": INT16, "input": BF16, "output": BF16}),
     "two_shot": {"slots": BF16, "input": BF16, "output": BF16},
-    "pull": {"slots": BF16, "input": BF16, "output": BF16},
+    "pull": {"slots": BF16, "input": BF16, "output": BF16, "HALVES": 2},
     "exchange_v": {"heap_table": None},
     "ring": {"heap_table": None, "slots": FLOAT32, "input": BF16, "output": BF16},
     "atomic": {"input": BF16, "output": BF16},
