@@ -8,7 +8,7 @@
 | `exchange_v` | all_to_all_v | | 1 | any | always |
 | `deal`, `pull` | broadcast | | 3 | any | by table |
 | `one_shot` | all_reduce, reduce_scatter | floats, any operation | 2 | a share of the workspace | by table |
-| `two_shot_push` | all_reduce | floats, any operation | 2 | a larger one, while there is room | by table |
+| `two_shot_push`, `two_shot_direct` | all_reduce | floats, any operation | 2 | a larger share, with room | by table |
 | `two_shot`, `pull` | all_reduce, reduce_scatter | all | 1 | any | by table |
 | `two_shot` | reduce | all | 1 | any | always |
 | `ring` | all_reduce | all | 1 | any | on request |
@@ -29,6 +29,7 @@ from iris.ccl import (
     pull,
     ring,
     two_shot,
+    two_shot_direct,
     two_shot_push,
 )
 from iris.ccl.call import Algorithm, Call
@@ -43,6 +44,7 @@ ALGORITHMS: tuple[Algorithm, ...] = tuple(
         one_hop,
         one_shot,
         two_shot_push,
+        two_shot_direct,
         exchange,
         exchange_v,
         broadcast,

@@ -191,7 +191,7 @@ def broadcast(
         place = own_words + INPUTS
         here = advertise_input(ctx, queues, place, input, length=length, calls=calls, others=others, W=W)
         # What these words point to is read below.
-        places = resolve_places(ctx, queues, place, calls, others=others, W=W, sem="acquire")
+        places = resolve_places(ctx, queues, place, calls, others=others, W=W, ACQUIRES=True)
         if here & (tl.max(tl.cast(others & (places == 0), tl.int32), axis=0) == 0):
             if rank != root:
                 fetch(ctx, places, output, n, root=root, W=W, BLOCK=BLOCK)

@@ -259,19 +259,27 @@ class Communicator:
     def queues(self, line: Line, programs: int, few_sms: bool) -> Queues:
         """Queues for ``programs`` programs of collectives."""
         rounded, slot_bytes = power_of_two(programs), self.slot_bytes(programs, few_sms)
-        size = region_bytes(rounded, self.size, slot_bytes)
         name = f"queues of {rounded} programs with slots of {slot_bytes} bytes for collectives"
-        words = rounded * COUNTS.value * 4
+        slots = slots_bytes(rounded, self.size, slot_bytes)
+        return self.program_memory(name, line, rounded, slots)._replace(slot_bytes=slot_bytes)
+
+    def program_memory(self, name: str, line: Line, programs: int, nbytes: int) -> Queues:
+        """What ``programs`` programs tell each other, and ``nbytes`` of slots, all of them as one.
+
+        ``name``: of this memory in `iris.runtime.workspace`.
+        """
+        words = power_of_two(programs) * COUNTS.value * 4
+        slots = region_bytes(power_of_two(programs), self.size, 0)
         describe = functools.partial(_describe_counts, self.rank, self.size)
-        channel = self.workspace.channel(name, line, size, slice(0, words), describe)
-        memory, slots = channel.memory, words + rounded * WORDS.value * 8
+        channel = self.workspace.channel(name, line, slots + nbytes, slice(0, words), describe)
+        memory = channel.memory
         return Queues(
             channel.context_tensor,
             memory[:words].view(torch.int32),
             memory[words:slots].view(torch.int64),
             # One rank has no peer that could use any.
-            memory[slots:] if self.size > 1 else memory,
-            slot_bytes,
+            memory[slots:] if nbytes else memory,
+            nbytes,
         )
 
 

@@ -25,7 +25,7 @@ SLOTS = tl.constexpr(3)
 # group's memory in any case.
 SHARE_OF_WORKSPACE = 16
 # In two steps it may take a fifth, as long as a quarter stays free for others then: an H200, whose groups have 1.1 GiB,
-# has room for tensors of up to 32 MiB, and its table pushes those of up to 16 MiB, in 96 MiB.
+# has room for tensors of up to 32 MiB, and its table pushes those of up to 10 MiB, in 96 MiB.
 SHARE_WITH_ROOM, ROOM_LEFT = 5, 4
 
 

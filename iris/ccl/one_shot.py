@@ -100,6 +100,9 @@ def recv_and_reduce(ctx, parts, own, count, W: tl.constexpr, PART: tl.constexpr,
         else:
             total = accumulate(own, tl.where(rank == 0, own, other), factors, 0, OP=OP)
             total = accumulate(total, tl.where(rank == 0, other, own), factors, 1, OP=OP)
+            # LLVM takes the two choices together for "own and other", whatever the rank. Of two NaNs the bits of the
+            # first go on, which is another one on each rank.
+            total = tl.where(total == total, total, float("nan"))
     else:
         words = lamport_recv(
             parts,

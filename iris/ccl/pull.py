@@ -80,12 +80,12 @@ def pull(
     here = here & advertise_input(ctx, queues, place, input, length=in_length, calls=calls, others=others, W=W)
     # With acquire: the inputs are there. And a peer had said where its output is before it said where its input is, so
     # what is read of that below is of this call, and not of one 65536 calls ago with the same stamp.
-    inputs = resolve_places(ctx, queues, place, calls, others=others, W=W, sem="acquire")
+    inputs = resolve_places(ctx, queues, place, calls, others=others, W=W, ACQUIRES=True)
     missing = others & (inputs == 0)
     outputs = inputs
     if ALL_REDUCE:
         place = own_words + OUTPUTS
-        outputs = resolve_places(ctx, queues, place, calls, others=others, W=W, sem="relaxed")
+        outputs = resolve_places(ctx, queues, place, calls, others=others, W=W, ACQUIRES=False)
         missing = missing | (others & (outputs == 0))
     if here & (tl.max(tl.cast(missing, tl.int32), axis=0) == 0):
         element: tl.constexpr = input.dtype.element_ty

@@ -168,9 +168,9 @@ def advertise_input(ctx, queues, words, tensor, length, calls, others, W: tl.con
 
 
 @jit
-def resolve_places(ctx, queues, words, calls, others, W: tl.constexpr, sem: tl.constexpr):
-    """What all ranks `advertise_input` ("acquire") or `permit` ("relaxed"): an address each, 0 if not on the heap."""
-    offset = ll_recv_places(words + lanes(), calls + lanes() * 0, others, ctx._record(), sem=sem)
+def resolve_places(ctx, queues, words, calls, others, W: tl.constexpr, ACQUIRES: tl.constexpr):
+    """What all ranks `advertise_input`, which one acquires, or `permit`: an address each, 0 if not on the heap."""
+    offset = ll_recv_places(words + lanes(), calls + lanes() * 0, others, ctx._record(), ACQUIRES=ACQUIRES)
     return address_at(ctx, queues, offset, ranks=others, W=W)
 
 

@@ -10,7 +10,8 @@ parts of PART elements. Of each block:
 
 A program does each step for all of its blocks before the next: with two waits a block there is always one to go on
 with. (In passes of some blocks, with a fence between them, a slot would do for tensors of any size. On 2 H200 that took
-as long as `iris.ccl.pull`, 49 us for 12 MiB and 207 for 64, so there are none.)
+as long as `iris.ccl.pull`, 49 us for 12 MiB and 207 for 64, so there are none.) Larger tensors are
+`iris.ccl.two_shot_direct`'s.
 
 (`iris.ccl.two_shot` is another algorithm, for any size and type. This one's memory is six times the tensor: see
 `iris.ccl.lamport_channel` for how large that may be.)

@@ -23,7 +23,7 @@ from iris.language.failures import WAIT_LIMIT_NS, exceeded, kind_code, untimed
 from iris.language.fences import block_barrier
 from iris.language.jit import jit
 from iris.language.note import note
-from iris.language.ordering import RELAXED, give_up, load_relaxed, load_relaxed_uniform, poll
+from iris.language.ordering import give_up, load_relaxed, load_relaxed_uniform, poll
 from iris.language.target import on_amd
 
 # Beyond every address.
@@ -117,26 +117,26 @@ def unplaced(words, counts, mask):
 
 
 @jit
-def load_places(ptrs, mask, sem: tl.constexpr):
-    if sem == "acquire":
+def load_places(ptrs, mask, ACQUIRES: tl.constexpr):
+    if ACQUIRES:
         return poll(ptrs, mask)
     else:
         return load_relaxed_uniform(ptrs, mask)
 
 
 @jit
-def ll_recv_places(ptrs, counts, mask, record, sem: tl.constexpr = RELAXED):
+def ll_recv_places(ptrs, counts, mask, record, ACQUIRES: tl.constexpr = False):
     """Wait until all of the caller's own ``ptrs``, one a rank, carry their ``counts``; returns the places.
 
-    ``sem``: "acquire" where the places were sent with release: what their senders had written before is visible then.
-    One warp waits and the others meet it, which takes less time than a fence of all threads.
+    ``ACQUIRES``: where the places were sent with release, so that what their senders had written before is visible. One
+    warp waits and the others meet it, which takes less time than a fence of all threads.
     """
     if WAIT_LIMIT_NS > 0:
         since = untimed()
-    words = load_places(ptrs, mask, sem=sem)
+    words = load_places(ptrs, mask, ACQUIRES=ACQUIRES)
     missing = tl.max(tl.cast(unplaced(words, counts, mask), tl.int32), axis=0)
     while missing > 0:
-        words = load_places(ptrs, mask, sem=sem)
+        words = load_places(ptrs, mask, ACQUIRES=ACQUIRES)
         missing = tl.max(tl.cast(unplaced(words, counts, mask), tl.int32), axis=0)
         if WAIT_LIMIT_NS > 0:
             if missing > 0:
@@ -144,6 +144,6 @@ def ll_recv_places(ptrs, counts, mask, record, sem: tl.constexpr = RELAXED):
                 over, since = timed_out(ptrs, late, since, wanted=0, source=lanes(), record=record)
                 if over:
                     missing = missing * 0
-    if sem == "acquire":
+    if ACQUIRES:
         block_barrier()
     return words & 0xFFFFFFFFFFFF
