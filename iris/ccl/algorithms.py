@@ -89,11 +89,12 @@ def choose_algorithm(call: Call) -> tuple[Algorithm, int | None]:
         if (each.dtypes is None or call.elements.dtype in each.dtypes)
         and not any(getattr(config, field) for field in each.unless)
     }
-    choice = choose(comm.table, call.collective, call.table_bytes, config, possible)
-    has_room = found[choice.variant].has_room
-    if has_room is not None and not has_room(call, choice.programs):
-        choice = choose(comm.table, call.collective, call.table_bytes, config, possible - {choice.variant})
-    return found[choice.variant], choice.programs
+    while True:
+        choice = choose(comm.table, call.collective, call.table_bytes, config, possible)
+        algorithm = found[choice.variant]
+        if algorithm.has_room is None or algorithm.has_room(call, choice.programs):
+            return algorithm, choice.programs
+        possible.remove(choice.variant)
 
 
 def _requested(call: Call) -> Algorithm:

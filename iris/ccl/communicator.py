@@ -261,10 +261,10 @@ class Communicator:
         rounded, slot_bytes = power_of_two(programs), self.slot_bytes(programs, few_sms)
         name = f"queues of {rounded} programs with slots of {slot_bytes} bytes for collectives"
         slots = slots_bytes(rounded, self.size, slot_bytes)
-        return self.program_memory(name, line, rounded, slots)._replace(slot_bytes=slot_bytes)
+        return self.program_memory(name, line, rounded, slots, slot_bytes)
 
-    def program_memory(self, name: str, line: Line, programs: int, nbytes: int) -> Queues:
-        """What ``programs`` programs tell each other, and ``nbytes`` of slots, all of them as one.
+    def program_memory(self, name: str, line: Line, programs: int, nbytes: int, slot_bytes: int = 0) -> Queues:
+        """What ``programs`` programs tell each other, and ``nbytes`` of slots, of ``slot_bytes`` each if in queues.
 
         ``name``: of this memory in `iris.runtime.workspace`.
         """
@@ -279,7 +279,7 @@ class Communicator:
             memory[words:slots].view(torch.int64),
             # One rank has no peer that could use any.
             memory[slots:] if nbytes else memory,
-            nbytes,
+            slot_bytes,
         )
 
 
@@ -287,7 +287,7 @@ def _describe_counts(rank: int, size: int, counts: np.ndarray) -> str:
     """What a program of a rank has put into the queue to each rank, and taken out, at most."""
     largest = counts.reshape(-1, COUNTS.value // MAX_RANKS, MAX_RANKS)[:, :, :size].max(axis=0)
     sent, got, calls = (largest[row.value // MAX_RANKS].tolist() for row in (TAIL, HEAD, EXITS))
-    return f"blocks sent to each rank {sent}, got from each {got}; calls that read in place {calls[rank]}"
+    return f"blocks sent to each rank {sent}, got from each {got}; calls that access tensors in place {calls[rank]}"
 
 
 def gpu_name(device: torch.device) -> str:

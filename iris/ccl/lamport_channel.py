@@ -96,8 +96,13 @@ def call_channel(call: Call, max_programs: int | None, steps: int) -> CallChanne
 
 def has_room(call: Call, max_programs: int | None, steps: int) -> bool:
     """Whether there is memory for a call that `fits`. The first call of each channel decides for those that follow."""
-    workspace = call.comm.workspace
     name, layout = call_channel(call, max_programs, steps)
-    if layout.nbytes <= workspace.limit // SHARE_OF_WORKSPACE:
+    return admits(call, name, layout.nbytes)
+
+
+def admits(call: Call, name: str, nbytes: int) -> bool:
+    """Whether a call may have a channel of this name: of a sixteenth in any case, or while a quarter stays free."""
+    workspace = call.comm.workspace
+    if nbytes <= workspace.limit // SHARE_OF_WORKSPACE:
         return True
-    return workspace.admits(name, call.line, layout.nbytes, left=workspace.limit // ROOM_LEFT)
+    return workspace.admits(name, call.line, nbytes, left=workspace.limit // ROOM_LEFT)

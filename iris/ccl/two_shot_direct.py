@@ -17,9 +17,10 @@ no bytes over the link, and grows with the tensor. But it ends without a barrier
 
 For example, 64 MiB of bf16 between 2 H200: 128 programs of 8 warps, parts of 16 KiB, so 2048 blocks, 16 for each.
 
-Why a slot may be used again: its reader clears it when all threads of the program have what they read. At the end
-program p of each rank signals this with release to program p of all others, and waits for theirs with acquire
-(`exit_barrier`). The next call on these slots is a kernel that runs after this one, so after all of its programs.
+Why a slot may be used again: its reader clears it when all threads of the program have what they read. They await whole
+vectors of 16 bytes, so nothing of this call comes later. At the end program p of each rank signals this with release to
+program p of all others, and waits for theirs with acquire (`exit_barrier`). The next call on these slots is a kernel
+that runs after this one, so after all of its programs.
 
 Why results are there: the same signal comes after the stores to them. And they may be written, since the receiver has
 said where they are in a kernel that runs after everything earlier on its stream (`permit`).
@@ -38,7 +39,7 @@ import triton.language as tl
 from iris.ccl.call import Algorithm, Call
 from iris.ccl.communicator import Communicator, Launch, power_of_two
 from iris.ccl.kernel_launch import kernel_launch
-from iris.ccl.lamport_channel import MOST_WARPS, ROOM_LEFT, SHARE_WITH_ROOM, WARP_BYTES
+from iris.ccl.lamport_channel import MOST_WARPS, SHARE_WITH_ROOM, WARP_BYTES, admits
 from iris.ccl.one_shot import LAMPORT, LIMITS, peers, push, recv_and_reduce
 from iris.ccl.queue import (
     COUNTS,
@@ -55,13 +56,15 @@ from iris.ccl.queue import (
     resolve_places,
     store_to_peer,
 )
+from iris.ccl.two_shot_push import as_received, push_parts, recv_sums
 from iris.language.barrier import lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.language.fences import block_barrier
 from iris.language.flat import flat
 from iris.language.jit import jit
-from iris.language.lamport import decode, elements_per_word, lamport_clear, lamport_recv
+from iris.language.lamport import elements_per_word, lamport_clear, words_per_vector
+from iris.language.ordering import signed_type
 from iris.language.target import threads_per_warp
 
 # Bytes that a program receives for a block at most: the parts of all W ranks.
@@ -77,24 +80,20 @@ def slot_at(slots, block, W: tl.constexpr, PART: tl.constexpr):
 
 
 @jit
-def take_sums(ctx, slots, output, block, n, W: tl.constexpr, RANKS: tl.constexpr, PART: tl.constexpr):
-    """Step 3 of a block."""
-    element: tl.constexpr = output.dtype.element_ty
-    WORDS: tl.constexpr = PART // elements_per_word(element)
-    sums = slot_at(slots, block, W=W, PART=PART) + W * PART
-    # They lie beside each other as they do in the output.
-    i, j = flat(PART, element), flat(RANKS * PART, element)
-    begin = block * W * PART
-    count = tl.minimum(n - begin, W * PART)
-    event = ctx.tracing.begin_wait_for_data(sums, ctx.cur_rank)
-    (words,) = lamport_recv(
-        sums, ctx.cur_rank, count, WORDS=RANKS * WORDS, PARTS=1, STRIDE=WORDS, element=element, record=ctx._record()
-    )
-    ctx.tracing.record_event_end(event)
-    tl.store(output + begin + j, decode(words, j, element), mask=(j < count) & (j // PART != ctx.cur_rank))
+def whole_vectors(count, element: tl.constexpr):
+    """``count`` elements, and what else is sent in the last vector of 16 bytes (`lamport_send`)."""
+    VECTOR: tl.constexpr = elements_per_word(element) * words_per_vector(element)
+    return (count + VECTOR - 1) // VECTOR * VECTOR
+
+
+@jit
+def clear(ctx, parts, W: tl.constexpr, PART: tl.constexpr):
+    """Clear what all other ranks have sent to ``parts``, when all threads have what they read of it."""
+    # A thread may clear what another one polls.
     block_barrier()
+    i = flat(PART, parts.dtype.element_ty)
     for distance in tl.static_range(1, W):
-        lamport_clear(sums + (ctx.cur_rank + distance) % W * PART + i, i < PART)
+        lamport_clear(parts + (ctx.cur_rank + distance) % W * PART + i, i < PART)
 
 
 @jit
@@ -117,31 +116,27 @@ def two_shot_direct(
     gdc_wait()
     ctx = DeviceContext.initialize(queues.context, num_ranks=W)
     rank, bases = ctx.cur_rank, peers(ctx, W)
-    p, programs, slots = tl.program_id(0), tl.num_programs(0), queues.slots
+    element: tl.constexpr = input.dtype.element_ty
+    # Messages are integers, and sums are not.
+    slots = tl.cast(queues.slots, tl.pointer_type(signed_type(element)), bitcast=True)
+    p, programs = tl.program_id(0), tl.num_programs(0)
     row, words = queues.counts + p * COUNTS, queues.words + p * WORDS + OUTPUTS
     others = among(0, W, rank)
     calls = tl.load(row + EXITS + rank) + 1
     direct_here = permit(ctx, queues, words, output, length=length, calls=calls + lanes() * 0, ranks=others, W=W)
-    i = flat(PART, input.dtype.element_ty)
     blocks = blocks_of(n, W * PART)
 
     for block in range(p, blocks, programs):
-        slot = slot_at(slots, block, W=W, PART=PART)
-        # All loads first: the compiler must assume that the stores change what a later load reads.
-        parts = ()
-        for distance in tl.static_range(1, W):
-            k = (block * W + (rank + distance) % W) * PART + i
-            parts += (tl.load(input + k, mask=k < n),)
-        for distance in tl.static_range(1, W):
-            count = n - (block * W + (rank + distance) % W) * PART
-            push(ctx, slot + rank * PART, i, parts[distance - 1], count=count, bases=bases, distance=distance, W=W)
+        push_parts(ctx, slot_at(slots, block, W=W, PART=PART), input, block, n=n, bases=bases, W=W, PART=PART)
 
+    # Of this call: what a word said before was read in the last call, and a place is sent in every one.
     addresses = resolve_places(ctx, queues, words, calls, others=others, W=W, ACQUIRES=False)
     direct, outputs = (), ()
     for distance in tl.static_range(1, W):
         address = lane_value(addresses, (rank + distance) % W)
         direct += (address != 0,)
-        outputs += (pointer_at(slots, address),)
+        outputs += (pointer_at(queues.slots, address),)
+    i = flat(PART, element)
     rounds = (blocks - p + programs - 1) // programs
     for round in range(0, rounds + AHEAD):
         if round < rounds:
@@ -150,21 +145,25 @@ def two_shot_direct(
             k = (block * W + rank) * PART + i
             own, count = tl.load(input + k, mask=k < n), n - (block * W + rank) * PART
             event = ctx.tracing.begin_wait_for_data(slot, rank)
-            total = recv_and_reduce(ctx, slot, own, count, W=W, PART=PART, OP=OP, factors=factors)
+            awaited = whole_vectors(count, element)
+            total = recv_and_reduce(ctx, slot, own, awaited, W=W, PART=PART, OP=OP, factors=factors)
             ctx.tracing.record_event_end(event)
-            # A thread may clear what another one polls.
-            block_barrier()
-            for distance in tl.static_range(1, W):
-                lamport_clear(slot + (rank + distance) % W * PART + i, i < PART)
-            tl.store(output + k, total, mask=k < n)
+            clear(ctx, slot, W=W, PART=PART)
+            result = as_received(total)
+            tl.store(output + k, result, mask=k < n)
             for distance in tl.static_range(1, W):
                 if direct[distance - 1]:
-                    store_to_peer(ctx, outputs[distance - 1] + k, total, (rank + distance) % W, mask=k < n)
+                    store_to_peer(ctx, outputs[distance - 1] + k, result, (rank + distance) % W, mask=k < n)
                 else:
                     sums = slot + (W + rank) * PART
                     push(ctx, sums, i, total, count=count, bases=bases, distance=distance, W=W)
         if (round >= AHEAD) & (direct_here == 0):
-            take_sums(ctx, slots, output, p + (round - AHEAD) * programs, n=n, W=W, RANKS=RANKS, PART=PART)
+            block = p + (round - AHEAD) * programs
+            sums = slot_at(slots, block, W=W, PART=PART) + W * PART
+            count = tl.minimum(n - block * W * PART, W * PART)
+            awaited = whole_vectors(count, element)
+            recv_sums(ctx, sums, output, block * W * PART, count=count, awaited=awaited, W=W, RANKS=RANKS, PART=PART)
+            clear(ctx, sums, W=W, PART=PART)
     exit_barrier(ctx, row, calls, others, W=W)
 
 
@@ -210,9 +209,8 @@ def fits(comm: Communicator, collective: str, nbytes: int) -> bool:
 
 def has_room(call: Call, max_programs: int | None) -> bool:
     """Whether there is memory for a call that `fits`. The first call of each channel decides for those that follow."""
-    comm, workspace = call.comm, call.comm.workspace
-    slots = slots_of(comm, call.table_bytes, max_programs)
-    return workspace.admits(slots.name, call.line, needed(comm, slots), left=workspace.limit // ROOM_LEFT)
+    slots = slots_of(call.comm, call.table_bytes, max_programs)
+    return admits(call, slots.name, needed(call.comm, slots))
 
 
 def launch(call: Call, max_programs: int | None) -> Launch:

@@ -118,6 +118,7 @@ def unplaced(words, counts, mask):
 
 @jit
 def load_places(ptrs, mask, ACQUIRES: tl.constexpr):
+    """The words as they are now."""
     if ACQUIRES:
         return poll(ptrs, mask)
     else:

@@ -67,29 +67,33 @@ def test_parts_are_large_where_all_programs_have_one(size, nbytes, part, program
     assert slots.nbytes == 2 * slots.blocks * part * size
 
 
-def refused(ctx):
-    """Ways of sums of so many KiB that have no room at first, and then have."""
+def refused(ctx, ways):
+    """The ways of sums of so many KiB: those that need memory are refused it, and then not."""
     with iris.iris(4 * MIB) as own, pytest.MonkeyPatch.context() as patch:
         comm = own.ccl.communicator()
-        comm.table = comm.table | {"all_reduce": [Choice(None, "two_shot_direct", None), Choice(None, "pull", None)]}
+        comm.table = comm.table | {"all_reduce": [Choice(None, way, None) for way in ways]}
+        patch.setattr(lamport_channel, "SHARE_OF_WORKSPACE", 1 << 40)
         line = current_raw_stream(own.gpu_id) if own.device.type == "cuda" else None
         found = []
         for left, sizes in ((4, [32]), (1, [32, 64]), (4, [64, 128])):
-            patch.setattr(two_shot_direct, "ROOM_LEFT", left)
+            patch.setattr(lamport_channel, "ROOM_LEFT", left)
             for kib in sizes:
-                x = own.ones(kib << 8) * (own.cur_rank + 1)
-                call = Call("all_reduce", comm, torch.empty_like(x), x, line, op=ReduceOp.SUM)
+                i = torch.arange(kib << 8, device=own.device, dtype=torch.float32)
+                x, result = i * (own.cur_rank + 1) + kib, own.zeros(kib << 8)
                 comm.forget()
-                own.ccl.all_reduce(call.output, x)
-                assert (call.output == own.num_ranks * (own.num_ranks + 1) // 2).all()
-                found.append((kib, choose_algorithm(call)[0].name))
+                own.ccl.all_reduce(result, x)
+                assert_same_bits(result, i * (own.num_ranks * (own.num_ranks + 1) // 2) + kib * own.num_ranks)
+                found.append(
+                    (kib, choose_algorithm(Call("all_reduce", comm, result, x, line, op=ReduceOp.SUM))[0].name)
+                )
         return found
 
 
-def test_sums_without_room_for_their_slots_are_pulled(ranks):
-    direct, pulled = "two_shot_direct", "pull"
-    assert ranks.run(refused) == ranks.num_ranks * [
-        [(32, direct), (32, direct), (64, pulled), (64, pulled), (128, direct)]
+@pytest.mark.parametrize("ways", [("two_shot_direct", "pull"), ("two_shot_push", "two_shot_direct", "pull")])
+def test_sums_without_room_take_the_next_way_that_has_some(ranks, ways):
+    first, last = ways[0], ways[-1]
+    assert ranks.run(refused, ways) == ranks.num_ranks * [
+        [(32, first), (32, first), (64, last), (64, last), (128, first)]
     ]
 
 

@@ -34,8 +34,8 @@ COLLECTIVES = {
 ELEMENTS = {
     "exchange": {"ROWS": "apart"},
     "one_hop": {"input": INT32, "output": INT32, "BLOCK": 1024, "BLOCKS": 64},
-    **dict.fromkeys(["one_shot", "two_shot_push", "two_shot_direct"], {"slots": INT16, "input": BF16, "output": BF16}),
-    "two_shot": {"slots": BF16, "input": BF16, "output": BF16},
+    **dict.fromkeys(["one_shot", "two_shot_push"], {"slots": INT16, "input": BF16, "output": BF16}),
+    **dict.fromkeys(["two_shot", "two_shot_direct"], {"slots": BF16, "input": BF16, "output": BF16}),
     "pull": {"slots": BF16, "input": BF16, "output": BF16, "HALVES": 2},
     "exchange_v": {"heap_table": None},
     "ring": {"heap_table": None, "slots": FLOAT32, "input": BF16, "output": BF16},
