@@ -1,16 +1,19 @@
 """Large all_reduce of floating-point types: pushed, with sums that go straight to results.
 
-W is the number of ranks. A block has W parts of PART elements, and every rank adds up one of them. A program does each
-step for all of its blocks before the next, so the link is busy from the first block to the last sum:
+W is the number of ranks. A block has W parts of PART elements, and every rank adds up one of them. Of each block:
 
-1. It pushes part d of a block to rank d, for all other ranks d, into the block's *slot* there. Each element is its own
+1. A program pushes part d to rank d, for all other ranks d, into the block's *slot* there. Each element is its own
    flag, as in `iris.ccl.one_shot`.
-2. It waits for its own part of a block from all others, adds up in the order of ranks, and stores the sum: to its own
-   output, and to those of all others, where they lie.
+2. It waits for its own part from all others, adds up in the order of ranks, and stores the sum: to its own output, and
+   to those of all others, where they lie.
 3. Where its output is not on the symmetric heap, nor in another region (`iris.ccl.queue`), the others push their sums
    into its slots, and it takes them from there.
 
-all_reduce: 2 (W - 1) / W times the bytes leave a rank, all of it stored. `iris.ccl.pull` loads half of it, which is
+A program does step 1 for all of its blocks first, so the link is busy from the first block to the last sum. Then it
+does step 2 of a block and step 3 of the one before by turns. No program waits for ever: sums of a block are sent before
+their sender waits for those of the block before.
+
+2 (W - 1) / W times the bytes leave a rank, all of it stored. `iris.ccl.pull` loads half of it, which is
 slower over NVLink, and does not begin before it knows where inputs are. Here a rank tells the others where its output
 is while parts are under way. `iris.ccl.two_shot_push` is the same without step 2's way to the results: its step 3 moves
 no bytes over the link, and grows with the tensor. But it ends without a barrier, which decides where tensors are small.
