@@ -8,7 +8,7 @@
 | `exchange_v` | all_to_all_v | | 1 | any | always |
 | `deal`, `pull` | broadcast | | 3 | any | by table |
 | `one_shot` | all_reduce, reduce_scatter | floats, any operation | 2 | a share of the workspace | by table |
-| `two_shot_push` | all_reduce | floats, any operation | 2 | a larger one, while there is room | by table |
+| `two_shot_push`, `two_shot_direct` | all_reduce | floats, any operation | 2 | a larger share, with room | by table |
 | `two_shot`, `pull` | all_reduce, reduce_scatter | all | 1 | any | by table |
 | `two_shot` | reduce | all | 1 | any | always |
 | `ring` | all_reduce | all | 1 | any | on request |
@@ -29,6 +29,7 @@ from iris.ccl import (
     pull,
     ring,
     two_shot,
+    two_shot_direct,
     two_shot_push,
 )
 from iris.ccl.call import Algorithm, Call
@@ -43,6 +44,7 @@ ALGORITHMS: tuple[Algorithm, ...] = tuple(
         one_hop,
         one_shot,
         two_shot_push,
+        two_shot_direct,
         exchange,
         exchange_v,
         broadcast,
@@ -87,11 +89,12 @@ def choose_algorithm(call: Call) -> tuple[Algorithm, int | None]:
         if (each.dtypes is None or call.elements.dtype in each.dtypes)
         and not any(getattr(config, field) for field in each.unless)
     }
-    choice = choose(comm.table, call.collective, call.table_bytes, config, possible)
-    has_room = found[choice.variant].has_room
-    if has_room is not None and not has_room(call, choice.programs):
-        choice = choose(comm.table, call.collective, call.table_bytes, config, possible - {choice.variant})
-    return found[choice.variant], choice.programs
+    while True:
+        choice = choose(comm.table, call.collective, call.table_bytes, config, possible)
+        algorithm = found[choice.variant]
+        if algorithm.has_room is None or algorithm.has_room(call, choice.programs):
+            return algorithm, choice.programs
+        possible.remove(choice.variant)
 
 
 def _requested(call: Call) -> Algorithm:

@@ -41,8 +41,8 @@ from iris.ccl.queue import (
     pointer_at,
     publish_counters,
     queue_address,
-    resolve_inputs,
     resolve_output,
+    resolve_places,
     slot_of,
     store_counters,
     store_to_peer,
@@ -190,9 +190,8 @@ def broadcast(
         calls = tl.load(row + EXITS + rank) + 1
         place = own_words + INPUTS
         here = advertise_input(ctx, queues, place, input, length=length, calls=calls, others=others, W=W)
-        places = resolve_inputs(ctx, queues, place, calls, others=others, W=W)
-        # The peers' words are read without an order; what they point to is read below.
-        ctx.fence()
+        # What these words point to is read below.
+        places = resolve_places(ctx, queues, place, calls, others=others, W=W, ACQUIRES=True)
         if here & (tl.max(tl.cast(others & (places == 0), tl.int32), axis=0) == 0):
             if rank != root:
                 fetch(ctx, places, output, n, root=root, W=W, BLOCK=BLOCK)

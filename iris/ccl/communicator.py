@@ -259,18 +259,26 @@ class Communicator:
     def queues(self, line: Line, programs: int, few_sms: bool) -> Queues:
         """Queues for ``programs`` programs of collectives."""
         rounded, slot_bytes = power_of_two(programs), self.slot_bytes(programs, few_sms)
-        size = region_bytes(rounded, self.size, slot_bytes)
         name = f"queues of {rounded} programs with slots of {slot_bytes} bytes for collectives"
-        words = rounded * COUNTS.value * 4
+        slots = slots_bytes(rounded, self.size, slot_bytes)
+        return self.program_memory(name, line, rounded, slots, slot_bytes)
+
+    def program_memory(self, name: str, line: Line, programs: int, nbytes: int, slot_bytes: int = 0) -> Queues:
+        """What ``programs`` programs tell each other, and ``nbytes`` of slots, of ``slot_bytes`` each if in queues.
+
+        ``name``: of this memory in `iris.runtime.workspace`.
+        """
+        words = power_of_two(programs) * COUNTS.value * 4
+        slots = region_bytes(power_of_two(programs), self.size, 0)
         describe = functools.partial(_describe_counts, self.rank, self.size)
-        channel = self.workspace.channel(name, line, size, slice(0, words), describe)
-        memory, slots = channel.memory, words + rounded * WORDS.value * 8
+        channel = self.workspace.channel(name, line, slots + nbytes, slice(0, words), describe)
+        memory = channel.memory
         return Queues(
             channel.context_tensor,
             memory[:words].view(torch.int32),
             memory[words:slots].view(torch.int64),
             # One rank has no peer that could use any.
-            memory[slots:] if self.size > 1 else memory,
+            memory[slots:] if nbytes else memory,
             slot_bytes,
         )
 
@@ -279,7 +287,7 @@ def _describe_counts(rank: int, size: int, counts: np.ndarray) -> str:
     """What a program of a rank has put into the queue to each rank, and taken out, at most."""
     largest = counts.reshape(-1, COUNTS.value // MAX_RANKS, MAX_RANKS)[:, :, :size].max(axis=0)
     sent, got, calls = (largest[row.value // MAX_RANKS].tolist() for row in (TAIL, HEAD, EXITS))
-    return f"blocks sent to each rank {sent}, got from each {got}; calls that read in place {calls[rank]}"
+    return f"blocks sent to each rank {sent}, got from each {got}; calls that access tensors in place {calls[rank]}"
 
 
 def gpu_name(device: torch.device) -> str:

@@ -23,7 +23,17 @@ class ReduceOp(Enum):
         raise UnsupportedReductionError(f"op={value!r} is not one of {known}.")
 
 
-ALL_REDUCE_VARIANTS = ("auto", "one_shot", "two_shot_push", "two_shot", "pull", "ring", "atomic", "spinlock")
+ALL_REDUCE_VARIANTS = (
+    "auto",
+    "one_shot",
+    "two_shot_push",
+    "two_shot_direct",
+    "two_shot",
+    "pull",
+    "ring",
+    "atomic",
+    "spinlock",
+)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "all_gather_variant": ("persistent", "partitioned"),
     "all_reduce_variant": ALL_REDUCE_VARIANTS,
@@ -80,11 +90,12 @@ class Config:
         The kernel in Gluon, where there is one: all but all_to_all_v.
     all_gather_variant : "persistent", "partitioned"
         Each program sends its blocks to every rank; or each program serves one rank.
-    all_reduce_variant : "auto", "one_shot", "two_shot_push", "two_shot", "pull", "ring", "atomic", "spinlock"
-        "auto" is what the table of this machine says for the size and type. "one_shot" and "two_shot_push" are for
-        floating-point types; one that is asked for takes memory whatever the size, 3 W and 6 times the tensor among W
-        ranks, up to what the group may have (`ChannelsExhaustedError`). The sums of "atomic" and "spinlock", for SUM
-        and AVG alone, may differ in their last bits from run to run and from rank to rank.
+    all_reduce_variant : str
+        "auto", what the table of this machine says for the size and type; or "one_shot", "two_shot_push",
+        "two_shot_direct", "two_shot", "pull", "ring", "atomic", "spinlock". The first three are for floating-point
+        types; one that is asked for takes memory whatever the size, 3 W, 6 and 2 times the tensor among W ranks, up to
+        what the group may have (`ChannelsExhaustedError`). The sums of "atomic" and "spinlock", for SUM and AVG alone,
+        may differ in their last bits from run to run and from rank to rank.
     all_reduce_distribution : int
         0 or 1: a program's chunks lie apart (striding) or side by side, in the "ring" variant.
     all_reduce_num_rings : int

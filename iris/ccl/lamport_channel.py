@@ -25,7 +25,7 @@ SLOTS = tl.constexpr(3)
 # group's memory in any case.
 SHARE_OF_WORKSPACE = 16
 # In two steps it may take a fifth, as long as a quarter stays free for others then: an H200, whose groups have 1.1 GiB,
-# has room for tensors of up to 32 MiB, and its table pushes those of up to 16 MiB, in 96 MiB.
+# has room for tensors of up to 32 MiB, and its table pushes those of up to 10 MiB, in 96 MiB.
 SHARE_WITH_ROOM, ROOM_LEFT = 5, 4
 
 
@@ -96,8 +96,13 @@ def call_channel(call: Call, max_programs: int | None, steps: int) -> CallChanne
 
 def has_room(call: Call, max_programs: int | None, steps: int) -> bool:
     """Whether there is memory for a call that `fits`. The first call of each channel decides for those that follow."""
-    workspace = call.comm.workspace
     name, layout = call_channel(call, max_programs, steps)
-    if layout.nbytes <= workspace.limit // SHARE_OF_WORKSPACE:
+    return admits(call, name, layout.nbytes)
+
+
+def admits(call: Call, name: str, nbytes: int) -> bool:
+    """Whether a call may have a channel of this name: of a sixteenth in any case, or while a quarter stays free."""
+    workspace = call.comm.workspace
+    if nbytes <= workspace.limit // SHARE_OF_WORKSPACE:
         return True
-    return workspace.admits(name, call.line, layout.nbytes, left=workspace.limit // ROOM_LEFT)
+    return workspace.admits(name, call.line, nbytes, left=workspace.limit // ROOM_LEFT)

@@ -115,6 +115,11 @@ def recv_and_reduce(ctx, parts, own, count, W: tl.constexpr, PART: tl.constexpr,
         for s in tl.static_range(W):
             value = tl.where(rank == s, own, tl.cast(decode(words[s], own, element), ACC))
             total = accumulate(total, value, factors, s, OP=OP)
+    if not (ACC == tl.float32 and on_nvidia()):
+        # All NaNs become one. Of two, an addition passes on the bits of the first, and between two ranks LLVM takes the
+        # choices above for "own and other": another first on each rank. And the own output has the total itself, while
+        # to others a NaN of all ones travels as another. Float32 on NVIDIA has one NaN anyway.
+        total = tl.where(total == total, total, float("nan"))
     return rounded_by_pairs(finalize(total, element, W, OP))
 
 

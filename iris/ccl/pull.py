@@ -4,6 +4,9 @@ all_reduce: over the link 2 (W - 1) / W times the bytes, half of them loaded and
 reduce_scatter: (W - 1) / W times the bytes, loaded. A block has nothing to wait for, so there is no queue and no fence
 between blocks: programs meet their peers once before, to learn where inputs and outputs are, and once after.
 
+A program claims a block, or half of one, and the next when it is done with that. The link serves some multiprocessors
+later than others. If all had the same number of blocks, it would be partly idle at the end, while the last ones load.
+
 Only a rank itself reads and writes its part of all inputs and outputs, and it writes after what it has read, so the
 output may be the input. Sums are formed in the order of ranks, as in `iris.ccl.two_shot`, with the same bits.
 
@@ -25,11 +28,12 @@ from iris.ccl.queue import (
     advertise_input,
     among,
     blocks_of,
+    claim_block,
     exit_barrier,
     lane_value,
     permit,
     pointer_at,
-    resolve_inputs,
+    resolve_places,
     store_to_peer,
 )
 from iris.ccl.two_shot import reduce_blocks, shared_arguments
@@ -38,6 +42,10 @@ from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 from iris.language.flat import flat
 from iris.language.jit import jit
+
+# Bytes that keep a link busy if all programs together load as many at a time: its rate times a round trip, 450 GB/s
+# (NVLink 4) times 2 us. Where half of all programs' blocks are as many, these are faster: less is left at the end.
+IN_FLIGHT = 1 << 20
 
 
 @jit
@@ -53,8 +61,9 @@ def pull(
     TILING: tl.constexpr,
     OP: tl.constexpr,
     ALL_REDUCE: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
-    """``in_length`` and ``length``: bytes of input and output."""
+    """``in_length`` and ``length``: bytes of input and output. ``HALVES``: 2 if programs claim half a block, else 1."""
     gdc_wait()
     ctx = DeviceContext.initialize(queues.context, num_ranks=W)
     rank = ctx.cur_rank
@@ -69,21 +78,21 @@ def pull(
         here = permit(ctx, queues, place, output, length=length, calls=each, ranks=others, W=W)
     place = own_words + INPUTS
     here = here & advertise_input(ctx, queues, place, input, length=in_length, calls=calls, others=others, W=W)
-    inputs = resolve_inputs(ctx, queues, place, calls, others=others, W=W)
-    # The peers' words are read relaxed. This fence makes the pair of their release and these reads an acquire: the
-    # inputs are there. And a peer had said where its output is before it said where its input is, so what is read of
-    # that below is of this call, and not of one 65536 calls ago with the same stamp.
-    ctx.fence()
+    # With acquire: the inputs are there. And a peer had said where its output is before it said where its input is, so
+    # what is read of that below is of this call, and not of one 65536 calls ago with the same stamp.
+    inputs = resolve_places(ctx, queues, place, calls, others=others, W=W, ACQUIRES=True)
     missing = others & (inputs == 0)
     outputs = inputs
     if ALL_REDUCE:
-        outputs = resolve_inputs(ctx, queues, own_words + OUTPUTS, calls, others=others, W=W)
+        place = own_words + OUTPUTS
+        outputs = resolve_places(ctx, queues, place, calls, others=others, W=W, ACQUIRES=False)
         missing = missing | (others & (outputs == 0))
     if here & (tl.max(tl.cast(missing, tl.int32), axis=0) == 0):
         element: tl.constexpr = input.dtype.element_ty
         ACC: tl.constexpr = accumulator(element)
         inputs = tl.where(lanes() == rank, tl.cast(input, tl.int64), inputs)
-        i = flat(TILING.BLOCK, element)
+        CLAIM: tl.constexpr = TILING.BLOCK // HALVES
+        i = flat(CLAIM, element)
         # This rank's part, of each rank's input and of the others' outputs.
         sources, places = (), ()
         for s in tl.static_range(W):
@@ -92,8 +101,13 @@ def pull(
             for distance in tl.static_range(1, W):
                 to = (rank + distance) % W
                 places += (pointer_at(output, lane_value(outputs, to)) + rank * layout.out_part_step,)
-        for block in range(p, blocks_of(layout.n, layout.block_step), tl.num_programs(0)):
-            k = tl.cast(block, tl.int64) * layout.block_step + i
+        claims = HALVES * blocks_of(layout.n, layout.block_step)
+        following = claim_block(ctx, queues, claims)
+        while following < claims:
+            claim = following
+            # Before the loads, so that it is known when they are done.
+            following = claim_block(ctx, queues, claims)
+            k = tl.cast(claim // HALVES, tl.int64) * layout.block_step + claim % HALVES * CLAIM + i
             mask = rank * layout.limit_step + k < layout.n
             # All loads before their first use, so that they are under way together.
             parts = ()
@@ -132,7 +146,11 @@ def pull(
 def launch(call: Call, max_programs: int | None) -> Launch:
     """A launch of all_reduce or reduce_scatter, of at most ``max_programs`` programs."""
     shared = shared_arguments(call, max_programs)
-    return kernel_launch(call, pull, **shared, in_length=extent(call.input), length=call.output.nbytes)
+    block, dtype = shared["TILING"].BLOCK, shared["dtype"]
+    halves = 2 if block > 1 and shared["programs"] * block * dtype.itemsize >= 2 * IN_FLIGHT else 1
+    if call.config.num_warps is None:
+        shared["num_warps"] = max(1, shared["num_warps"] // halves)
+    return kernel_launch(call, pull, **shared, in_length=extent(call.input), length=call.output.nbytes, HALVES=halves)
 
 
 ALGORITHMS = (Algorithm("pull", ("all_reduce", "reduce_scatter"), launch),)

@@ -31,7 +31,9 @@ When all is written, the sender of an exchange sets ``done`` to its count of the
 Inputs on the heap may be read where they are (`iris.ccl.pull`, `iris.ccl.broadcast`). Then all ranks of the group tell
 each other where their input lies, with release, after everything earlier on their streams; and their output.
 ``exits[s]`` is the last of these calls that rank s has finished; a rank leaves when all have, so its input is read and
-its output written. The own column counts the calls, as in a barrier (`iris.language.barrier`).
+its output written. The own column counts the calls, as in a barrier (`iris.language.barrier`). In `iris.ccl.pull` no
+program depends on which blocks another one has, so programs claim them (`claim_block`). How many are claimed is in the
+own column of the first program's ``done``, which no peer sets.
 """
 
 import triton.language as tl
@@ -166,9 +168,12 @@ def advertise_input(ctx, queues, words, tensor, length, calls, others, W: tl.con
 
 
 @jit
-def resolve_inputs(ctx, queues, words, calls, others, W: tl.constexpr):
-    """What all ranks `advertise_input`, or `permit`: an address each, 0 where it is not on the heap."""
-    offset = ll_recv_places(words + lanes(), calls + lanes() * 0, others, ctx._record())
+def resolve_places(ctx, queues, words, calls, others, W: tl.constexpr, ACQUIRES: tl.constexpr):
+    """The addresses that all ranks sent by `advertise_input` or `permit`; 0 where a tensor is not on the heap.
+
+    ``ACQUIRES``: as of `ll_recv_places`; for inputs, which were sent with release.
+    """
+    offset = ll_recv_places(words + lanes(), calls + lanes() * 0, others, ctx._record(), ACQUIRES=ACQUIRES)
     return address_at(ctx, queues, offset, ranks=others, W=W)
 
 
@@ -261,8 +266,22 @@ def finish(ctx, flags, calls_to, to, calls_from, sources, W: tl.constexpr):
 
 
 @jit
+def claim_block(ctx, queues, blocks):
+    """The next block of this call that no program of this rank has; ``blocks`` or more if none is left.
+
+    A program claims until none is left, and not again. So the last number that a call claims is blocks + programs - 1.
+    Whoever claims it sets the count back for the next call, a kernel that runs after this one.
+    """
+    count = queues.counts + DONE + ctx.cur_rank
+    claimed = tl.atomic_add(count, 1, sem="relaxed", scope="gpu")
+    if claimed == blocks + tl.num_programs(0) - 1:
+        tl.atomic_xchg(count, 0, sem="relaxed", scope="gpu")
+    return claimed
+
+
+@jit
 def exit_barrier(ctx, row, calls, others, W: tl.constexpr):
-    """The end of a call in which peers' inputs were read: all have read, and written, when anyone goes on."""
+    """The end of a call that accesses peers' tensors in place: all have read, and written, when anyone goes on."""
     ctx._signal_ranks(row + EXITS + ctx.cur_rank, calls + lanes() * 0, lanes(), others)
     store_after_sync(row + EXITS + ctx.cur_rank, calls)
     ctx._wait_ranks(row + EXITS + lanes(), calls + lanes() * 0, others, 0, num_ranks=W)

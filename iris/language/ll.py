@@ -20,9 +20,10 @@ import triton.language as tl
 from iris.language.address import in_simulator
 from iris.language.barrier import LANES, lanes
 from iris.language.failures import WAIT_LIMIT_NS, exceeded, kind_code, untimed
+from iris.language.fences import block_barrier
 from iris.language.jit import jit
 from iris.language.note import note
-from iris.language.ordering import give_up, load_relaxed, load_relaxed_uniform
+from iris.language.ordering import give_up, load_relaxed, load_relaxed_uniform, poll
 from iris.language.target import on_amd
 
 # Beyond every address.
@@ -116,14 +117,27 @@ def unplaced(words, counts, mask):
 
 
 @jit
-def ll_recv_places(ptrs, counts, mask, record):
-    """Wait until all of the caller's own ``ptrs``, one a rank, carry their ``counts``; returns the places."""
+def load_places(ptrs, mask, ACQUIRES: tl.constexpr):
+    """The words as they are now."""
+    if ACQUIRES:
+        return poll(ptrs, mask)
+    else:
+        return load_relaxed_uniform(ptrs, mask)
+
+
+@jit
+def ll_recv_places(ptrs, counts, mask, record, ACQUIRES: tl.constexpr = False):
+    """Wait until all of the caller's own ``ptrs``, one a rank, carry their ``counts``; returns the places.
+
+    ``ACQUIRES``: where the places were sent with release, so that what their senders had written before is visible. One
+    warp waits and the others meet it, which takes less time than a fence of all threads.
+    """
     if WAIT_LIMIT_NS > 0:
         since = untimed()
-    words = load_relaxed_uniform(ptrs, mask)
+    words = load_places(ptrs, mask, ACQUIRES=ACQUIRES)
     missing = tl.max(tl.cast(unplaced(words, counts, mask), tl.int32), axis=0)
     while missing > 0:
-        words = load_relaxed_uniform(ptrs, mask)
+        words = load_places(ptrs, mask, ACQUIRES=ACQUIRES)
         missing = tl.max(tl.cast(unplaced(words, counts, mask), tl.int32), axis=0)
         if WAIT_LIMIT_NS > 0:
             if missing > 0:
@@ -131,4 +145,6 @@ def ll_recv_places(ptrs, counts, mask, record):
                 over, since = timed_out(ptrs, late, since, wanted=0, source=lanes(), record=record)
                 if over:
                     missing = missing * 0
+    if ACQUIRES:
+        block_barrier()
     return words & 0xFFFFFFFFFFFF

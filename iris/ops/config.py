@@ -42,7 +42,7 @@ class FusedConfig:
         Of the loads of A and B; see Triton's `load`.
     allow_tf32 : bool
         Products of float32 may be rounded to TF32.
-    all_reduce_variant : "two_shot", "auto", "one_shot", "two_shot_push", "pull", "ring", "atomic", "spinlock"
+    all_reduce_variant : "two_shot", or another one that `iris.ccl.Config` has
         Of `matmul_all_reduce`. The kernels' is "two_shot": each rank adds up a part of the rows, and stores the sums to
         all. With another one the vendor's GEMM comes first, and then `ctx.ccl.all_reduce` in this way.
     use_gluon : bool

@@ -12,6 +12,7 @@ from covering import EVERYTHING, RANKS, SAMPLED
 from patterns import assert_same_bits, pattern
 
 from iris.ccl import Config, ReduceOp
+from iris.ccl.pull import IN_FLIGHT
 from iris.ccl.select import Choice
 
 MOVES = ["all_gather", "all_to_all", "all_to_all_v", "broadcast", "gather", "scatter", "send"]
@@ -19,6 +20,14 @@ SUMS = ["all_reduce", "reduce_scatter", "reduce"]
 ORDERS = ["contiguous", "sliced", "transposed", "stepped"]
 LAYOUTS = [*ORDERS, "mixed"]  # mixed: another one on each rank, and for input and output
 PLACES = ["heap", "unaligned", "elsewhere", "mixed"]
+
+# Ways of sums in which peers access tensors where they lie. A program of the first claims half of a block, where all
+# blocks are more than so many bytes.
+ON_THE_HEAP = {
+    "pulled by half blocks": ("pull", 0),
+    "pulled by blocks": ("pull", IN_FLIGHT),
+    "pushed": ("two_shot_direct", IN_FLIGHT),
+}
 
 GUARD = 16  # elements before and after each tensor that must stay as they are
 

@@ -153,7 +153,7 @@ REFUSED = {
             ),
             InvalidConfigError, ValueError, rf"'{variant}'.*floating-point.*'two_shot'",
         )
-        for variant in ("one_shot", "two_shot_push")
+        for variant in ("one_shot", "two_shot_push", "two_shot_direct")
     },
     "Gluon where there is none": (
         lambda ccl, ctx: ccl.all_to_all_v(
@@ -225,7 +225,11 @@ def test_what_makes_no_sense_is_refused(ranks, what):
     ("field", "value", "message"),
     [
         ("all_gather_variant", "best", "one of 'persistent', 'partitioned'"),
-        ("all_reduce_variant", "tree", "'one_shot', 'two_shot_push', 'two_shot', 'pull', 'ring', 'atomic', 'spinlock'"),
+        (
+            "all_reduce_variant",
+            "tree",
+            "'one_shot', 'two_shot_push', 'two_shot_direct', 'two_shot', 'pull', 'ring'",
+        ),
         ("reduce_scatter_variant", "ring", "one of"),
         ("all_to_all_variant", "partitioned", "one of"),
         ("block_size_m", 0, "a power of two from 1"),

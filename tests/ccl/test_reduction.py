@@ -17,8 +17,8 @@ from iris.errors import UnsupportedReductionError
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 # How the sums are carried out; the last three add in an order of their own.
-WAYS = ["one_shot", "two_shot_push", "two_shot", "pull", "ring", "atomic", "spinlock"]
-IN_ORDER = WAYS[:4]
+WAYS = ["one_shot", "two_shot_push", "two_shot_direct", "two_shot", "pull", "ring", "atomic", "spinlock"]
+IN_ORDER = WAYS[:5]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e5m2, torch.complex64]
 
 

@@ -6,13 +6,27 @@ same on all ranks. Nothing beside the result is written: tensors lie inside larg
 
 import importlib
 import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
 from covering import covering, thorough
 from patterns import assert_same_bits, pattern
 
-from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, chosen, mainly, perform, sample
+from ccl.calls import (
+    EVERYTHING,
+    LAYOUTS,
+    MOVES,
+    ON_THE_HEAP,
+    PLACES,
+    SUMS,
+    Arena,
+    Case,
+    chosen,
+    mainly,
+    perform,
+    sample,
+)
 from iris.ccl import Config, ReduceOp, communicator
 from iris.ccl.queue import SLOTS
 
@@ -176,13 +190,21 @@ def test_all_gather_of_tiles(ranks):
     run(ranks, cases)
 
 
+# Those of floating-point types, whose elements are their own flags.
+LAMPORT = ("one_shot", "two_shot_push", "two_shot_direct")
+
+
 @mainly(3)
 @pytest.mark.parametrize(
-    "variant", ["one_shot", thorough("two_shot_push"), "two_shot", thorough("pull"), "ring", "atomic", "spinlock"]
+    "variant",
+    [
+        *("one_shot", thorough("two_shot_push"), "two_shot_direct"),
+        *("two_shot", thorough("pull"), "ring", "atomic", "spinlock"),
+    ],
 )
 def test_variants_of_all_reduce(ranks, variant):
     """Each of them in all places, in place, in both languages, and with more blocks than programs."""
-    dtypes = [torch.float32, torch.bfloat16] + ([] if variant in ("one_shot", "two_shot_push") else [torch.int8])
+    dtypes = [torch.float32, torch.bfloat16] + ([] if variant in LAMPORT else [torch.int8])
     cases = [
         Case(
             "all_reduce",
@@ -274,62 +296,30 @@ def test_the_largest_blocks_have_slots_if_not_for_all_programs(ranks):
     ranks.run(results_of_scarce_memory, [*cases, Case("all_reduce", (20_001,), torch.float32, config=slices)])
 
 
-def pulled_results(ctx, cases):
-    with chosen(ctx, "pull"):
+def results_by(ctx, cases, variant, in_flight):
+    with patch("iris.ccl.pull.IN_FLIGHT", in_flight), chosen(ctx, variant):
         return results(ctx, cases)
 
 
 @mainly(2, 3)
-def test_inputs_that_are_read_where_they_lie(ranks):
+@pytest.mark.parametrize(("variant", "in_flight"), ON_THE_HEAP.values(), ids=ON_THE_HEAP)
+def test_tensors_that_peers_access_where_they_lie(ranks, variant, in_flight):
     """Or not, since one of the ranks has its input or output elsewhere than on the heap."""
+    pulls = variant == "pull"
     cases = [
         Case(collective, (count,), dtype, op, 0, *places, in_place=in_place, config=(("use_gluon", gluon),))
         for collective, count, (dtype, op), places, in_place, gluon in covering(
-            ["all_reduce", "reduce_scatter", "broadcast"],
+            ["all_reduce", "reduce_scatter"] + ["broadcast"] * pulls,
             [3, 1000, 20_001],
-            [(torch.bfloat16, ReduceOp.AVG), (torch.float32, ReduceOp.SUM), (torch.int8, ReduceOp.MAX)],
+            [(torch.bfloat16, ReduceOp.AVG), (torch.float32, ReduceOp.SUM)] + [(torch.int8, ReduceOp.MAX)] * pulls,
             [("heap", "heap"), ("mixed", "heap"), ("heap", "mixed"), ("unaligned", "elsewhere")],
             [False, True],
             [False, True],
             ranks=ranks,
         )
     ]
-    for case, *seen in zip(cases, *ranks.run(pulled_results, cases), strict=True):
+    for case, *seen in zip(cases, *ranks.run(results_by, cases, variant, in_flight), strict=True):
         assert case.collective != "all_reduce" or len(set(seen)) == 1, f"ranks have different bits: {case}"
-
-
-def special_values(ctx):
-    """NaN and infinities go through a sum, a minimum and a maximum as through torch's; the sign of zero as in IEEE."""
-    inf, nan = float("inf"), float("nan")
-    rows = torch.tensor([[nan, 1, inf, -inf, -0.0, inf], [2, nan, inf, -inf, -0.0, -inf]], device=ctx.device)
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        everyone = torch.stack([rows[rank % 2] for rank in range(ctx.num_ranks)]).to(dtype)
-        given, result = everyone[ctx.cur_rank], ctx.empty(6, dtype=dtype)
-        # Words that tell of their arrival, and blocks that are told of.
-        for variant in ("one_shot", "two_shot_push", "two_shot"):
-            for op, expected in [
-                (ReduceOp.SUM, sum(everyone[1:], everyone[0])),
-                (ReduceOp.MIN, everyone.amin(0)),
-                (ReduceOp.MAX, everyone.amax(0)),
-            ]:
-                ctx.ccl.all_reduce(result, given, op=op, config=Config(all_reduce_variant=variant))
-                torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
-                assert result[4].signbit() == expected[4].signbit()
-            if dtype.itemsize < 4:
-                continue
-            # NaNs of which each rank has another become the same bits on all, also where nothing is rounded.
-            bits = {4: torch.int32, 8: torch.int64}[dtype.itemsize]
-            own = (torch.full((6,), nan, dtype=dtype, device=ctx.device).view(bits) + 1 + ctx.cur_rank).view(dtype)
-            ctx.ccl.all_reduce(result, own, config=Config(all_reduce_variant=variant))
-            assert result.isnan().all()
-            for rank in range(ctx.num_ranks):
-                assert_same_bits(ctx.broadcast(result, rank), result)
-
-
-@mainly(2)
-def test_special_values(ranks):
-    if ranks.num_ranks > 1:
-        ranks.run(special_values)
 
 
 def invariant(ctx):

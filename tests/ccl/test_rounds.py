@@ -7,6 +7,7 @@ the collectives themselves change from call to call; ranks sleep now and then, e
 import itertools
 import random
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from covering import UNDER_TORCHRUN, thorough
 from hesitation import hesitant
 
-from ccl.calls import EVERYTHING, LAYOUTS, MOVES, PLACES, SUMS, Arena, Case, chosen, mainly, perform
+from ccl.calls import EVERYTHING, LAYOUTS, MOVES, ON_THE_HEAP, PLACES, SUMS, Arena, Case, chosen, mainly, perform
 from iris.ccl import Config, ReduceOp, one_hop
 from iris.ccl.communicator import P2P_SETS
-from iris.ccl.queue import COUNTS, MAX_RANKS, POSTS, WORDS
+from iris.ccl.pull import IN_FLIGHT
+from iris.ccl.queue import COUNTS, DONE, MAX_RANKS, POSTS, WORDS
 from iris.ccl.queue import PLACES as PLACES_FROM
 
 ARENA_BYTES = 24 << 20
@@ -96,14 +98,15 @@ def test_rounds_of_a_variant(ranks, variant):
     ranks.run(sequence, ["all_reduce"], variant, rounds_of(ranks, ROUNDS // 2), VARIANTS[variant])
 
 
-def pulled(ctx, seed, rounds):
-    with chosen(ctx, "pull"):
-        sequence(ctx, ["all_reduce", "reduce_scatter", "broadcast"], seed, rounds)
+def sequence_by(ctx, variant, rounds, in_flight=IN_FLIGHT):
+    with patch("iris.ccl.pull.IN_FLIGHT", in_flight), chosen(ctx, variant):
+        sequence(ctx, ["all_reduce", "reduce_scatter", "broadcast"], variant, rounds)
 
 
 @mainly(3)
-def test_rounds_of_inputs_that_are_read_where_they_lie(ranks):
-    ranks.run(pulled, "pull", rounds_of(ranks, ROUNDS // 2))
+@pytest.mark.parametrize(("variant", "in_flight"), ON_THE_HEAP.values(), ids=ON_THE_HEAP)
+def test_rounds_of_tensors_that_peers_access_where_they_lie(ranks, variant, in_flight):
+    ranks.run(sequence_by, variant, rounds_of(ranks, ROUNDS // 2), in_flight)
 
 
 @mainly(2, 4)
@@ -225,11 +228,14 @@ def set_counts(ctx, to):
             channel[:epochs_bytes].view(torch.int32).fill_(to)
         elif operation.startswith("accumulators of"):
             channel[-4 * int(operation.split()[2]) * ctx.num_ranks :].view(torch.int32).fill_(to)
-        elif operation.startswith("queues of"):
+        elif operation.startswith(("queues of", "counts of")):
             # Those for messages have counts, and words, of both directions on each stream.
             programs = int(operation.split()[2]) * (2 * P2P_SETS if operation.endswith("messages") else 1)
             counts, words = programs * COUNTS.value * 4, programs * WORDS.value * 8
-            channel[:counts].view(torch.int32).fill_(to)
+            rows = channel[:counts].view(torch.int32).view(programs, COUNTS.value)
+            rows.fill_(to)
+            # Of blocks that are claimed: each call sets it back.
+            rows[0, DONE.value + ctx.cur_rank] = 0
             rows = channel[counts : counts + words].view(torch.int64).view(programs, WORDS.value)
             rows[:, POSTS.value : POSTS.value + MAX_RANKS] = (to << 32) | (to & 0xFFFFFFFF)
             rows[:, PLACES_FROM.value :] = place
@@ -238,11 +244,13 @@ def set_counts(ctx, to):
 def near_the_wrap(ctx, bits, rounds):
     configs = [*CONFIGS, *VARIANTS["atomic"]]
     sequence(ctx, [*MOVES, *SUMS], "before", rounds, configs)
+    sequence_by(ctx, "two_shot_direct", 2)
     ctx.barrier()
     set_counts(ctx, (1 << bits) - 3 if bits < 32 else -3)
     ctx.barrier()
     sequence(ctx, [*MOVES, *SUMS], f"wrap of {bits} bits", rounds, configs)
-    pulled(ctx, f"wrap of {bits} bits", rounds // 2)
+    for variant in ("pull", "two_shot_direct"):
+        sequence_by(ctx, variant, rounds // 2)
 
 
 @mainly(2)

@@ -35,6 +35,7 @@ from iris.ccl.one_shot import one_shot
 from iris.ccl.pull import pull
 from iris.ccl.ring import ring
 from iris.ccl.two_shot import two_shot
+from iris.ccl.two_shot_direct import two_shot_direct
 from iris.ccl.two_shot_push import two_shot_push
 from iris.ops.kernel_arguments import (
     Channel,
@@ -224,6 +225,7 @@ MULTIPLIED = {
     "triton one_shot push": one_shot,
     "gluon two_shot push": two_shot_push.gluon,
     "triton two_shot": two_shot,
+    "gluon two_shot direct": two_shot_direct.gluon,
     "triton pull": pull,
     "triton ring": ring,
     "gluon atomic": atomic.gluon,
@@ -259,6 +261,7 @@ ROOMY = {
     "triton exchange": exchange,
     "triton exchange_v": exchange_v,
     "triton two_shot": two_shot,
+    "triton two_shot direct": two_shot_direct,
     "triton pull": pull,
     "triton broadcast": broadcast,
     "triton ring": ring,
@@ -344,6 +347,7 @@ def test_no_kernel_is_missing():
         "iris/ccl/one_shot",
         "iris/ccl/ring",
         "iris/ccl/two_shot",
+        "iris/ccl/two_shot_direct",
         "iris/ccl/two_shot_push",
         "iris/demo",
         "iris/experts/combine",

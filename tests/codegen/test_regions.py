@@ -8,10 +8,18 @@ from iris.ccl.broadcast import broadcast
 from iris.ccl.exchange import exchange
 from iris.ccl.pull import pull
 from iris.ccl.two_shot import two_shot
+from iris.ccl.two_shot_direct import two_shot_direct
 
+KERNELS = {
+    "two_shot": two_shot,
+    "two_shot direct": two_shot_direct,
+    "exchange": exchange,
+    "pull": pull,
+    "broadcast": broadcast,
+}
 REGIONED = {
     f"{language} {name}": kernel if language == "triton" else kernel.gluon
-    for name, kernel in {"two_shot": two_shot, "exchange": exchange, "pull": pull, "broadcast": broadcast}.items()
+    for name, kernel in KERNELS.items()
     for language in ("triton", "gluon")
 }
 

@@ -69,7 +69,7 @@ def call(ctx, collective, way, rank, size):
 
 
 WAYS = {
-    "all_reduce": ["one_shot", "two_shot_push", "two_shot", "pull", "ring"],
+    "all_reduce": ["one_shot", "two_shot_push", "two_shot_direct", "two_shot", "pull", "ring"],
     "reduce_scatter": ["one_shot", "two_shot", "pull"],
     "all_gather": ["one_hop", "exchange"],
     "all_to_all": ["one_hop", "exchange"],

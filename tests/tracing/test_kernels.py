@@ -12,8 +12,8 @@ from iris import simulator
 
 COLLECTIVES, OPERATIONS = "traced_collectives.py", "traced_operations.py"
 # With how many ranks, and how many ways there are.
-SAMPLE = [(COLLECTIVES, "2", 14)]
-MORE = [(COLLECTIVES, "3", 16), (COLLECTIVES, "4", 16), *((OPERATIONS, number, 7) for number in "234")]
+SAMPLE = [(COLLECTIVES, "2", 15)]
+MORE = [(COLLECTIVES, "3", 17), (COLLECTIVES, "4", 17), *((OPERATIONS, number, 7) for number in "234")]
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own; run it without torchrun")
