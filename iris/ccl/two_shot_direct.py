@@ -148,8 +148,8 @@ def two_shot_direct(
             k = (block * W + rank) * PART + i
             own, count = tl.load(input + k, mask=k < n), n - (block * W + rank) * PART
             event = ctx.tracing.begin_wait_for_data(slot, rank)
-            awaited = whole_vectors(count, element)
-            total = recv_and_reduce(ctx, slot, own, awaited, W=W, PART=PART, OP=OP, factors=factors)
+            expected = whole_vectors(count, element)
+            total = recv_and_reduce(ctx, slot, own, expected, W=W, PART=PART, OP=OP, factors=factors)
             ctx.tracing.record_event_end(event)
             clear(ctx, slot, W=W, PART=PART)
             result = as_received(total)
@@ -164,8 +164,8 @@ def two_shot_direct(
             block = p + (round - AHEAD) * programs
             sums = slot_at(slots, block, W=W, PART=PART) + W * PART
             count = tl.minimum(n - block * W * PART, W * PART)
-            awaited = whole_vectors(count, element)
-            recv_sums(ctx, sums, output, block * W * PART, count=count, awaited=awaited, W=W, RANKS=RANKS, PART=PART)
+            expected = whole_vectors(count, element)
+            recv_sums(ctx, sums, output, block * W * PART, count=count, expected=expected, W=W, RANKS=RANKS, PART=PART)
             clear(ctx, sums, W=W, PART=PART)
     exit_barrier(ctx, row, calls, others, W=W)
 

@@ -65,8 +65,8 @@ def as_received(values):
 
 
 @jit
-def recv_sums(ctx, sums, output, begin, count, awaited, W: tl.constexpr, RANKS: tl.constexpr, PART: tl.constexpr):
-    """Step 3 of a block: wait for the first ``awaited`` elements of other ranks' ``sums``, and store ``count``.
+def recv_sums(ctx, sums, output, begin, count, expected, W: tl.constexpr, RANKS: tl.constexpr, PART: tl.constexpr):
+    """Step 3 of a block: wait for the first ``expected`` elements of other ranks' ``sums``, and store ``count``.
 
     They lie beside each other as they do in the output, from element ``begin`` on. ``RANKS``: as of the kernel.
     """
@@ -75,7 +75,7 @@ def recv_sums(ctx, sums, output, begin, count, awaited, W: tl.constexpr, RANKS: 
     WORDS: tl.constexpr = PART // elements_per_word(element)
     event = ctx.tracing.begin_wait_for_data(sums, rank)
     (words,) = lamport_recv(
-        sums, rank, awaited, WORDS=RANKS * WORDS, PARTS=1, STRIDE=WORDS, element=element, record=ctx._record()
+        sums, rank, expected, WORDS=RANKS * WORDS, PARTS=1, STRIDE=WORDS, element=element, record=ctx._record()
     )
     ctx.tracing.record_event_end(event)
     j = flat(RANKS * PART, element)
@@ -125,7 +125,7 @@ def two_shot_push(
         recycle_slot(ctx, channel, block, epoch, W=W, PART=PART, STEPS=2)
         sums = region(slots, channel.max_blocks, block, epoch, REGION=REGION) + W * PART
         count = tl.minimum(n - block * W * PART, W * PART)
-        recv_sums(ctx, sums, output, block * W * PART, count=count, awaited=count, W=W, RANKS=RANKS, PART=PART)
+        recv_sums(ctx, sums, output, block * W * PART, count=count, expected=count, W=W, RANKS=RANKS, PART=PART)
 
 
 def launch(call: Call, max_programs: int | None) -> Launch:
