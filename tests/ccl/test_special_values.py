@@ -1,5 +1,7 @@
 """NaNs, infinities and zeros in sums, minima and maxima: as torch has them, and the same bits on all ranks."""
 
+import itertools
+
 import pytest
 import torch
 from covering import thorough
@@ -28,18 +30,20 @@ def special_values(ctx, variant):
             assert result[4].signbit() == expected[4].signbit()
         if dtype.itemsize < 4:
             continue
-        # Each rank has another NaN. They become the same bits on all, also where nothing is rounded.
+        # Each rank has another NaN, or one of all ones, which travels as another. They become the same bits on all,
+        # also where nothing is rounded, and where a rank gets them otherwise, as its result is not on the heap.
         bits = {4: torch.int32, 8: torch.int64}[dtype.itemsize]
-        own = (torch.full((6,), NAN, dtype=dtype, device=ctx.device).view(bits) + 1 + ctx.cur_rank).view(dtype)
-        for op in (ReduceOp.SUM, ReduceOp.MAX):
-            ctx.ccl.all_reduce(result, own, op=op, config=config)
-            assert result.isnan().all()
+        nans = torch.full((6,), NAN, dtype=dtype, device=ctx.device).view(bits) + 1 + ctx.cur_rank
+        away = torch.empty_like(given) if ctx.cur_rank == ctx.num_ranks - 1 else result
+        for op, given, out in itertools.product((ReduceOp.SUM, ReduceOp.MAX), (nans, nans * 0 - 1), (result, away)):
+            ctx.ccl.all_reduce(out, given.view(dtype), op=op, config=config)
+            assert out.isnan().all()
             for rank in range(ctx.num_ranks):
-                assert_same_bits(ctx.broadcast(result, rank), result)
+                assert_same_bits(ctx.broadcast(out, rank), out)
 
 
 # Elements that are their own flags, and blocks that have one.
-@mainly(2)
+@mainly(2, 3)
 @pytest.mark.parametrize("variant", ["one_shot", thorough("two_shot_push"), "two_shot_direct", "two_shot"])
 def test_special_values(ranks, variant):
     if ranks.num_ranks > 1:
