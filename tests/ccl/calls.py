@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import random
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from covering import EVERYTHING, RANKS, SAMPLED
 from patterns import assert_same_bits, pattern
 
 from iris.ccl import Config, ReduceOp
+from iris.ccl.algorithms import choose_algorithm
 from iris.ccl.pull import IN_FLIGHT
 from iris.ccl.select import Choice
 
@@ -103,13 +105,22 @@ class Frame:
 
 @contextlib.contextmanager
 def chosen(ctx, variant):
-    """Calls that could be carried out by ``variant`` are, whatever their size."""
+    """Calls that could be carried out by ``variant`` are, whatever their size; and there is such a call."""
     comm = ctx.ccl.communicator()
-    table = comm.table
+    table, used = comm.table, set()
+
+    def choose(call):
+        algorithm, programs = choose_algorithm(call)
+        used.add(algorithm.name)
+        return algorithm, programs
+
     comm.table = {name: [Choice(None, variant, None), *rows] for name, rows in table.items()}
     comm.forget()
     try:
-        yield
+        with patch("iris.ccl.algorithms.choose_algorithm", choose):
+            yield
+        # Among one rank there may be nothing to choose.
+        assert variant in used or ctx.num_ranks == 1, f"no call went by {variant}, but by {used}"
     finally:
         comm.table = table
         comm.forget()

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from iris.ccl import algorithms, select
+from iris.ccl import algorithms, pull, select
 from iris.ccl.algorithms import ALGORITHMS, candidates
 from iris.ccl.atomic import atomic
 from iris.ccl.call import Call
 from iris.ccl.config import ALL_REDUCE_VARIANTS, DEFAULT, Config
+from iris.ccl.kernel_arguments import BlockTiling
 from iris.ccl.kernel_launch import kernel_launch
 
 CARRIED = {(each.name, collective) for each in ALGORITHMS for collective in each.collectives}
@@ -55,6 +56,20 @@ def test_a_launch_gives_a_kernel_no_other_arguments():
     needed.pop("n")
     with pytest.raises(KeyError, match="'n'"):
         kernel_launch(call, atomic, 1, 1, torch.float32, **needed)
+
+
+@pytest.mark.parametrize(
+    ("asked", "programs", "halves", "warps"), [(None, 128, 2, 2), (None, 127, 1, 4), (1, 128, 2, 4)]
+)
+def test_programs_that_claim_half_blocks_have_half_the_warps(monkeypatch, asked, programs, halves, warps):
+    """Unless their number was asked for: it is at least what the assembler needs, which is 4 here."""
+    one = torch.zeros(1)
+    call = Call("all_reduce", SimpleNamespace(size=2), one, one, None, config=Config(num_warps=asked))
+    shared = {"TILING": BlockTiling(16384, 16384), "dtype": torch.int8, "programs": programs, "num_warps": 4}
+    monkeypatch.setattr(pull, "shared_arguments", lambda call, max_programs: dict(shared))
+    monkeypatch.setattr(pull, "kernel_launch", lambda call, kernel, **arguments: arguments)
+    launched = pull.launch(call, None)
+    assert (launched["HALVES"], launched["num_warps"]) == (halves, warps)
 
 
 @pytest.mark.parametrize(

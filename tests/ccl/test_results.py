@@ -309,7 +309,7 @@ def test_tensors_that_peers_access_where_they_lie(ranks, variant, in_flight):
     cases = [
         Case(collective, (count,), dtype, op, 0, *places, in_place=in_place, config=(("use_gluon", gluon),))
         for collective, count, (dtype, op), places, in_place, gluon in covering(
-            ["all_reduce", "reduce_scatter"] + ["broadcast"] * pulls,
+            ["all_reduce"] + ["reduce_scatter", "broadcast"] * pulls,
             [3, 1000, 20_001],
             [(torch.bfloat16, ReduceOp.AVG), (torch.float32, ReduceOp.SUM)] + [(torch.int8, ReduceOp.MAX)] * pulls,
             [("heap", "heap"), ("mixed", "heap"), ("heap", "mixed"), ("unaligned", "elsewhere")],

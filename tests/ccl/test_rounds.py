@@ -98,15 +98,16 @@ def test_rounds_of_a_variant(ranks, variant):
     ranks.run(sequence, ["all_reduce"], variant, rounds_of(ranks, ROUNDS // 2), VARIANTS[variant])
 
 
-def sequence_by(ctx, variant, rounds, in_flight=IN_FLIGHT):
+def sequence_by(ctx, variant, seed, rounds, in_flight=IN_FLIGHT):
+    collectives = ["all_reduce", "reduce_scatter", "broadcast"] if variant == "pull" else ["all_reduce"]
     with patch("iris.ccl.pull.IN_FLIGHT", in_flight), chosen(ctx, variant):
-        sequence(ctx, ["all_reduce", "reduce_scatter", "broadcast"], variant, rounds)
+        sequence(ctx, collectives, seed, rounds)
 
 
 @mainly(3)
 @pytest.mark.parametrize(("variant", "in_flight"), ON_THE_HEAP.values(), ids=ON_THE_HEAP)
 def test_rounds_of_tensors_that_peers_access_where_they_lie(ranks, variant, in_flight):
-    ranks.run(sequence_by, variant, rounds_of(ranks, ROUNDS // 2), in_flight)
+    ranks.run(sequence_by, variant, variant, rounds_of(ranks, ROUNDS // 2), in_flight)
 
 
 @mainly(2, 4)
@@ -244,13 +245,13 @@ def set_counts(ctx, to):
 def near_the_wrap(ctx, bits, rounds):
     configs = [*CONFIGS, *VARIANTS["atomic"]]
     sequence(ctx, [*MOVES, *SUMS], "before", rounds, configs)
-    sequence_by(ctx, "two_shot_direct", 2)
+    sequence_by(ctx, "two_shot_direct", "before", rounds // 2)
     ctx.barrier()
     set_counts(ctx, (1 << bits) - 3 if bits < 32 else -3)
     ctx.barrier()
     sequence(ctx, [*MOVES, *SUMS], f"wrap of {bits} bits", rounds, configs)
     for variant in ("pull", "two_shot_direct"):
-        sequence_by(ctx, variant, rounds // 2)
+        sequence_by(ctx, variant, f"wrap of {bits} bits", rounds // 2)
 
 
 @mainly(2)
