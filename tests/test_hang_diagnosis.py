@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import iris
-from iris.errors import IrisTimeoutError
+from iris.errors import IrisTimeoutError, names
 from iris.failures import device_record
 from iris.failures.barrier_diagnosis import explain
 from iris.failures.device_record import DeviceRecord
@@ -87,6 +87,28 @@ def test_all_programs_of_a_barrier_are_looked_at(ctx, dtype):
     text = give_up(tensor[3].data_ptr(), "barrier", **words)
     assert f"in a barrier for epoch 1 (rank 0's {str(dtype)[6:]}[4, 2], element 6" in text
     assert "Rank 0 has arrived. Rank 1 has arrived with programs 0 to 1 only, and this rank launched 3" in text
+
+
+@pytest.mark.parametrize("first, size", [(0, 33), (32, 33), (32, 100), (96, 128)])
+def test_a_barrier_of_more_ranks_than_are_awaited_at_once(ctx, first, size):
+    """By bits of the 32 that the program waits for; those before had arrived, and those after show what they do now."""
+    awaited = range(first, min(first + 32, size))
+    late, came = {awaited[-1], size - 1}, set(awaited[1:-1:9])
+    flags = ctx.full((3, size), 5, dtype=torch.int32)
+    flags[:, sorted(late)] = 4
+    flags[:, 0] = 6  # this rank's: it went on to the next barrier
+    seen = sum(1 << i for i, rank in enumerate(awaited) if rank not in late | came)
+    words = dict(PROGRAM=1, PROGRAMS=3, WANTED=5, SEEN=seen, FIRST=first, RANKS=size)
+    text = give_up(flags[1, first:].data_ptr(), "barrier", **words)
+    arrived = [rank for rank in range(size) if rank not in late | came]
+    expected = {f"R{names(arrived)[1:]} have arrived."}
+    expected |= {f"Rank {rank} has not arrived: it is at epoch 4, the one before." for rank in late}
+    expected |= {f"Rank {rank} had not arrived, and has come since." for rank in came}
+    assert {sentence for sentence in expected if sentence in text} == expected
+    assert text.count("arrived") == len(expected)
+    # Without the flags nothing is known of those after.
+    known = [rank for rank in arrived if rank in range(awaited.stop)]
+    assert f"Of ranks 0 to {awaited[-1]} of its group, {known} had arrived." in give_up(64, "barrier", **words)
 
 
 def test_the_memory_of_the_library_is_named(ctx):

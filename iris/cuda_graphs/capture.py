@@ -25,6 +25,7 @@ from iris.errors import FirstUseInCaptureError, MappingError
 # How many captures are remembered. Several may be under way at once, in threads.
 REMEMBERED = 1024
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, and hipStreamCaptureModeRelaxed
+CAPTURE_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, and hipErrorStreamCaptureImplicit
 
 
 @functools.cache
@@ -34,7 +35,10 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, hip: str, *arguments: object) -> None:
-    error = getattr(_driver(), hip if torch.version.hip else name)(*arguments)
+    _check(name, getattr(_driver(), hip if torch.version.hip else name)(*arguments))
+
+
+def _check(name: str, error: int) -> None:
     if error:
         raise MappingError(f"The driver could not describe the capture of a graph: {name}() returned {error}.")
 
@@ -49,6 +53,22 @@ def capture_id(stream: int | None) -> int:
         arguments += [None, None, None]
     _call("cuStreamGetCaptureInfo_v2", "hipStreamGetCaptureInfo", *arguments)
     return number.value
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether the stream with this handle is being captured, so that an event on it would be the graph's.
+
+    A capture that a mistake made invalid lasts until it is ended. Any thread may ask.
+    """
+    status = ctypes.c_int()
+    function = "hipStreamIsCapturing" if torch.version.hip else "cuStreamIsCapturing"
+    error = getattr(_driver(), function)(ctypes.c_void_p(stream), ctypes.byref(status))
+    # The legacy default stream waits for all streams that were not made "non-blocking". While one of these is captured,
+    # nothing can be enqueued on it, and the driver refuses to answer, too (CUDA Driver API, cuStreamIsCapturing).
+    if error == CAPTURE_IMPLICIT:
+        return True
+    _check(function, error)
+    return status.value != 0
 
 
 class GraphLine(NamedTuple):

@@ -28,7 +28,7 @@ def explain(
     own
         The column of this rank; None if its flag is not kept there.
     arrived
-        The columns of the ranks that had arrived when it gave up.
+        The columns of the ranks that had arrived when it gave up; of those that it had yet to wait for, by now.
     ranks
         The global ranks, by column.
     """

@@ -191,10 +191,12 @@ def unequal(words: list[int], rank: int, ranks: Sequence[int]) -> MismatchedColl
 def _arrivals(words: list[int]) -> str:
     """Who has come to a barrier, in words, by this rank's copy of its flags as it is now."""
     first, size, program = words[FIRST], words[RANKS], words[PROGRAM]
-    arrived = [rank for rank in range(size) if not first <= rank < first + BARRIER_LANES or _bit(words, rank - first)]
+    # A program waits for so many ranks at a time. Those before them had arrived; at those after them it had not looked.
+    end = min(first + BARRIER_LANES, size)
+    arrived = [rank for rank in range(end) if rank < first or _bit(words, rank - first)]
     found = locate(words[FLAG])
     if found is None:
-        return f"Of {size} ranks of its group, {arrived} had arrived."
+        return f"Of ranks 0 to {end - 1} of its group, {arrived} had arrived."
     mapping, _, at = found
     owner = mapping.owner()
     block = owner.block_at(at) if isinstance(owner, SymmetricHeap) else None
@@ -208,9 +210,12 @@ def _arrivals(words: list[int]) -> str:
         if whole >= block.offset and whole + words[PROGRAMS] * row <= block.offset + block.size:
             begin, programs = whole, words[PROGRAMS]
     flags = mapping.snapshot(begin, programs * row).view(dtype).reshape(programs, size)
+    program = program if programs > 1 else 0
+    lead = flags[program] - np.full(size, words[WANTED], dtype)  # wraps, as epochs do
+    arrived += [rank for rank in range(end, size) if lead[rank] >= 0]
     ranks = mapping.ranks if len(mapping.ranks) == size else range(size)
     own = mapping.rank if block is not None else None
-    return explain(flags, program if programs > 1 else 0, words[WANTED], own, arrived, ranks)
+    return explain(flags, program, words[WANTED], own, arrived, ranks)
 
 
 def _queues(words: list[int]) -> str:

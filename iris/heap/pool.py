@@ -17,8 +17,15 @@ memory, and whoever uses any of that next waits for all of these streams: FSDP2 
 it computes with those before. So there is to be room for the most tensors of each size on each stream, up to about
 twice what all tensors together have had at once (`Pool.lacking`).
 
-*Memory whose tensor dies during the capture of a CUDA graph is never given out again*: the graph may use it, and may be
-replayed at any time.
+*Memory whose tensor dies in the capture of a CUDA graph*, that is in a thread whose current stream is being captured,
+*is never given out again*: the graph may use it, and may be replayed at any time. Other tensors that a graph uses the
+program keeps alive for as long as it replays the graph, as it does torch's.
+
+*Memory that has to wait for a stream which is being captured stays where it is* until that capture is over, as with
+torch's allocator: no event of such a stream is one that others can wait for.
+
+*A stream lives as long as the pool* if memory was taken on it, or if it was given to `record_stream`. torch's own do;
+of a `torch.cuda.ExternalStream` it is up to the program.
 """
 
 import threading
@@ -32,7 +39,7 @@ import torch
 
 from iris import observer
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
-from iris.cuda_graphs.capture import relaxed
+from iris.cuda_graphs.capture import is_capturing, relaxed
 from iris.heap.allocator import Allocator, round_up
 from iris.heap.history import tensor_text
 from iris.heap.lifetime import Life
@@ -45,8 +52,8 @@ class _Block:
 
     ``region``: None where the memory is torch's. ``offset``, ``room``: in bytes. ``stream``: the handle of the stream
     that it belongs to, None on the CPU. ``count``, ``dtype``: of the tensor. ``others``: the streams that
-    `Pool.record_stream` was given for it. ``events``: recorded on these streams when the tensor has died; the next
-    user of the memory waits for them.
+    `Pool.record_stream` was given for it, without those on which an event has been recorded since the tensor died.
+    ``events``: these events; the next user of the memory waits for them.
     """
 
     region: "_Region | None"
@@ -123,7 +130,9 @@ class Pool:
         self._capturing = is_current_stream_capturing if device.type == "cuda" else bool
         # By handle. Blocks have handles, since to make a Stream object costs the host ten times as much.
         self._streams: dict[Any, Any] = {}
-        # Blocks of dead tensors, by the stream that they belong to and their room.
+        # Blocks of dead tensors: those that a stream which is being captured may still use, and then the others, by the
+        # stream that they belong to and their room.
+        self._dying: list[_Block] = []
         self._idle: dict[tuple[Any, int], list[_Block]] = defaultdict(list)
         # Events of unfinished work on memory that streams have freed: who cuts a block from a region waits for them.
         self._pending: list[Any] = []
@@ -240,16 +249,18 @@ class Pool:
         return handle
 
     def _bury(self) -> None:
-        """Make the blocks of tensors that have died idle. Those that died in a capture are lost."""
+        """Make the blocks of tensors that have died idle, but for those that died in a capture, which are lost."""
         while self._deaths:
             number, captured = self._deaths.popleft()
             block = self._blocks.pop(number)
             self._used[block.stream, block.room] -= block.room
             self._at_once -= block.room
             if block.region is not None and not captured:
-                block.events = [stream.record_event() for stream in block.others]
-                block.others = []
-                self._idle[block.stream, block.room].append(block)
+                self._dying.append(block)
+        dying, self._dying = self._dying, []
+        for block in dying:
+            block.others = [stream for stream in block.others if not _record(stream, block.events)]
+            (self._dying if block.others else self._idle[block.stream, block.room]).append(block)
 
     def _find(self, room: int, stream: Any) -> _Block | None:
         """Memory for a tensor on ``stream``, the current one; None if no region has any."""
@@ -286,16 +297,35 @@ class Pool:
             self._streams[stream].wait_event(event)
 
     def _gather(self) -> None:
-        """Free all idle blocks, of all streams, so that neighbours join."""
+        """Free all idle blocks, of all streams but those that are being captured, so that neighbours join."""
         blocks = [block for idle in self._idle.values() for block in idle]
         self._idle.clear()
-        for stream in {block.stream for block in blocks} - {None}:
-            self._pending.append(self._streams[stream].record_event())
+        streams = {block.stream for block in blocks} - {None}
+        captured = {stream for stream in streams if not _record(self._streams[stream], self._pending)}
         for block in blocks:
+            if block.stream in captured:
+                self._idle[block.stream, block.room].append(block)
+                continue
             assert block.region is not None
             self._pending += block.events
             block.region.allocator.free(block.offset)
             block.region.blocks.pop(block.offset, None)
+
+
+def _record(stream: Any, events: list[Any]) -> bool:
+    """Append an event after all work on ``stream`` to ``events``; return False if the stream is being captured.
+
+    An event of a capture is for streams of that capture alone: another stream that waits for it joins the capture, and
+    who queries it makes the capture invalid (CUDA C++ Programming Guide, "Creating a Graph Using Stream Capture").
+    """
+    if is_capturing(stream.cuda_stream):
+        return False
+    event = stream.record_event()
+    # Another thread may have begun a capture before the event.
+    if is_capturing(stream.cuda_stream):
+        return False
+    events.append(event)
+    return True
 
 
 def _room(size: int) -> int:

@@ -1,6 +1,9 @@
 """What only a GPU has: streams that still use memory when it dies, and CUDA graphs that may use it at any time."""
 
+import ctypes
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,6 +11,8 @@ import torch.distributed as dist
 
 import iris
 from iris.errors import HeapOutOfMemoryError
+from iris.heap.mapping import create
+from iris.heap.pool import Pool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there are no streams or graphs without a GPU")
 
@@ -83,6 +88,92 @@ def full_in_capture(ctx):
 
 def test_a_heap_that_is_full_during_a_capture_says_so(ranks):
     ranks.run(full_in_capture)
+
+
+def blocking_stream():
+    """A stream for whose work the legacy default stream waits, as it does for none of torch's. Never destroyed."""
+    handle = ctypes.c_void_p()
+    torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(handle))
+    return torch.cuda.ExternalStream(handle.value)
+
+
+def asked_during_a_capture(ctx, tie, by_another_thread):
+    """A pool's only block is dead, and ``user`` is still to write it. Then a capture takes ``user`` in, or stops it.
+
+    Meanwhile ``taker`` asks for memory, and once more after the capture.
+    """
+    room = 64 * KIB
+    pool = Pool(ctx.device)
+    pool.add(create(ctx._world.group, room, ctx.device))
+    origin, user, taker = (torch.cuda.Stream() for _ in range(3))
+    if tie == "the default stream's":
+        origin, user = blocking_stream(), torch.cuda.default_stream()
+    total = torch.zeros(4, device=ctx.device)
+    for stream in (origin, user, taker):  # torch gets memory, and kernels are loaded: not in a capture
+        with torch.cuda.stream(stream):
+            torch.empty(room, dtype=torch.uint8, device=ctx.device).fill_(0)
+            total.add_(0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(taker if tie == "recorded" else user):
+        doomed = pool.empty(room, torch.uint8)
+    address = doomed.data_ptr()
+    with torch.cuda.stream(user):
+        torch.cuda._sleep(1_000_000_000)
+        doomed.fill_(7)
+        finished = user.record_event()
+    if tie == "recorded":
+        pool.record_stream(doomed, user)
+    del doomed
+    graph = torch.cuda.CUDAGraph()
+
+    def capture(meanwhile):
+        with torch.cuda.stream(origin):
+            graph.capture_begin()
+            if user != torch.cuda.default_stream():
+                user.wait_stream(origin)
+                with torch.cuda.stream(user):
+                    total.add_(1)
+                origin.wait_stream(user)
+            else:
+                total.add_(1)
+            meanwhile()
+            graph.capture_end()
+
+    def ask():
+        with torch.cuda.stream(taker):
+            fresh = pool.empty(room, torch.uint8)
+            assert fresh.data_ptr() != address and not torch.cuda.is_current_stream_capturing()
+            fresh.fill_(1)
+            del fresh
+
+    if by_another_thread:
+        begun, asked = threading.Event(), threading.Event()
+        with ThreadPoolExecutor(1) as other:
+            captured = other.submit(capture, lambda: (begun.set(), asked.wait(60)))
+            begun.wait(60)
+            try:
+                ask()
+            finally:
+                asked.set()
+            captured.result()
+    else:
+        capture(ask)
+    with torch.cuda.stream(taker):
+        again = pool.empty(room, torch.uint8)
+        assert again.data_ptr() == address and not finished.query()
+        again.fill_(1)
+    torch.cuda.synchronize()
+    assert again.unique().tolist() == [1]
+    graph.replay()
+    assert total.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    "tie, by_another_thread",
+    [("taken", False), ("taken", True), ("recorded", False), ("recorded", True), ("the default stream's", False)],
+)
+def test_memory_of_a_stream_in_a_capture_waits_for_its_end(ranks, tie, by_another_thread):
+    ranks.run(asked_during_a_capture, tie, by_another_thread)
 
 
 def too_large(ctx):

@@ -11,24 +11,31 @@ ROOM, KIB = 64 << 10, 1 << 10
 
 
 class Stream:
-    """The part of `torch.cuda.Stream` that a pool uses: its events say of which stream they are, and never happen."""
+    """The part of `torch.cuda.Stream` that a pool uses: its events say of which stream they are, and never happen.
+
+    A capture is ``"under way"``, or ``"about to begin"``: before the next event that is recorded. None: there is none.
+    """
 
     def __init__(self, name):
-        self.name, self.waits = name, []
+        self.name, self.waits, self.capture = name, [], None
         self.cuda_stream = name
 
     def record_event(self):
-        return Event(self.name)
+        if self.capture is not None:
+            self.capture = "under way"
+        return Event(self.name, self.capture is not None)
 
     def wait_event(self, event):
+        assert not event.captured, f"stream {self.name} joins the capture on stream {event.of}"
         self.waits.append(event.of)
 
 
 class Event:
-    def __init__(self, of):
-        self.of = of
+    def __init__(self, of, captured):
+        self.of, self.captured = of, captured
 
     def query(self):
+        assert not self.captured, f"the capture on stream {self.of} becomes invalid"
         return False
 
 
@@ -36,9 +43,10 @@ class Event:
 def pool(monkeypatch):
     """On stream `pool.stream`."""
     pool = Pool(torch.device("cpu"))
-    pool.stream, pool.other = Stream("first"), Stream("other")
-    pool._streams = {stream.cuda_stream: stream for stream in (pool.stream, pool.other)}
+    pool.stream, pool.other, pool.third = map(Stream, ("first", "other", "third"))
+    pool._streams = {stream.cuda_stream: stream for stream in (pool.stream, pool.other, pool.third)}
     monkeypatch.setattr(pool, "_current", lambda: pool.stream.cuda_stream)
+    monkeypatch.setattr("iris.heap.pool.is_capturing", lambda handle: pool._streams[handle].capture == "under way")
     pool.add(create(Group(None), ROOM, torch.device("cpu")))
     return pool
 
@@ -150,6 +158,7 @@ def test_memory_of_graphs_stays_with_them(pool, monkeypatch):
     captured = bytes_of(pool, KIB)
     assert is_handed_out(captured) and captured.data_ptr() != place
     used = pool.empty(0, torch.uint8)
+    pool.record_stream(captured, pool.other)  # which is torch's to know
     del captured, used, tensor  # the last one does not know of the capture
     capturing = False
     kept = bytes_of(pool, KIB)
@@ -158,6 +167,35 @@ def test_memory_of_graphs_stays_with_them(pool, monkeypatch):
     kept = None  # in a capture that may use it
     capturing = False
     assert bytes_of(pool, KIB).data_ptr() != place
+
+
+@pytest.mark.parametrize("capture", ["under way", "about to begin"])
+def test_what_a_captured_stream_used_waits_for_the_end_of_the_capture(pool, capture):
+    tensor = bytes_of(pool, KIB)
+    place = tensor.data_ptr()
+    for stream in (pool.other, pool.third):
+        pool.record_stream(tensor, stream)
+    del tensor
+    pool.other.capture = capture
+    meanwhile = [bytes_of(pool, KIB) for _ in range(3)]
+    assert place not in [each.data_ptr() for each in meanwhile] and not pool.stream.waits
+    pool.other.capture = None
+    assert bytes_of(pool, KIB).data_ptr() == place and pool.stream.waits == ["third", "other"]
+
+
+@pytest.mark.parametrize("capture", ["under way", "about to begin"])
+def test_a_captured_stream_gives_nothing_back_before_the_end_of_the_capture(pool, capture):
+    streams, places = (pool.other, pool.third), {}
+    taker = pool.stream
+    for pool.stream in streams:
+        taken = [bytes_of(pool, ROOM // 4) for _ in range(2)]
+        places[pool.stream.name] = [each.data_ptr() for each in taken]
+        taken.clear()
+    pool.stream, pool.other.capture = taker, capture
+    first, second = bytes_of(pool, ROOM // 2), bytes_of(pool, ROOM // 2)
+    assert first.data_ptr() in places["third"] and pool.place_of(second) is None and set(taker.waits) == {"third"}
+    pool.other.capture = None
+    assert bytes_of(pool, ROOM // 2).data_ptr() in places["other"] and taker.waits[-1] == "other"
 
 
 def test_names_say_what_is_there(pool):
