@@ -71,6 +71,22 @@ def is_capturing(stream: int) -> bool:
     return status.value != 0
 
 
+def record_event(stream: torch.cuda.Stream, events: list[torch.cuda.Event]) -> bool:
+    """Append an event after all work on ``stream`` to ``events``; return False if the stream is being captured.
+
+    An event of a capture is for streams of that capture alone: another stream that waits for it joins the capture, and
+    who queries it makes the capture invalid (CUDA C++ Programming Guide, "Creating a Graph Using Stream Capture").
+    """
+    if is_capturing(stream.cuda_stream):
+        return False
+    event = stream.record_event()
+    # Another thread may have begun a capture before the event.
+    if is_capturing(stream.cuda_stream):
+        return False
+    events.append(event)
+    return True
+
+
 class GraphLine(NamedTuple):
     """Stands for a stream in captured calls: the number of a line of graphs, and of a branch. Equal on all ranks."""
 

@@ -5,16 +5,21 @@ but append its number to a queue. Later, where the ranks meet, the queue is read
 then: a block is *ready* once the work that was on the streams when its death was read has finished, which is asked and
 never waited for, since that work may itself be waiting for a peer.
 
+While one of the streams is being captured into a CUDA graph, blocks that have died wait for the end of the capture: no
+event says what had been on the stream before (`iris.cuda_graphs.capture.record_event`).
+
 Memory that a CUDA graph may use is never ready: a graph can be replayed at any time.
 """
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from iris.compat.cuda import current_raw_stream
+from iris.cuda_graphs.capture import record_event, relaxed
 
 
 def _never() -> bool:
@@ -59,6 +64,8 @@ class Lifetimes:
         self._device = device
         self._has_streams = device.type != "cpu"
         self._deaths: deque[tuple[int, bool]] = deque()
+        # Numbers of dead blocks: those for which no event has been recorded yet, and the others with their events.
+        self._read: list[int] = []
         self._unfinished: list[tuple[list[Any], list[int]]] = []
         self._streams: dict[int, torch.cuda.Stream] = {}
         self.capturing = _never
@@ -86,24 +93,25 @@ class Lifetimes:
     def collect(self) -> list[int]:
         """The numbers of blocks that became ready since the last call. Does not wait for anything."""
         self.see_current_stream()
-        died = []
         while self._deaths:
             number, captured = self._deaths.popleft()
             if captured or number in self.pinned:
                 self.pinned.add(number)
             else:
-                died.append(number)
-        if died:
-            # An idle stream has finished its work already and needs no event.
-            busy = [stream for stream in self._streams.values() if not stream.query()]
-            self._unfinished.append(([stream.record_event() for stream in busy], died))
-        ready, unfinished = [], []
-        for events, numbers in self._unfinished:
-            events = [event for event in events if not event.query()]
-            if events:
-                unfinished.append((events, numbers))
-            else:
-                ready += numbers
+                self._read.append(number)
+        # Another thread may be capturing a stream that is none of these, and a query would make that invalid too.
+        with relaxed() if self._device.type == "cuda" else nullcontext():
+            events: list[Any] = []
+            if self._read and all(record_event(stream, events) for stream in self._streams.values()):
+                self._unfinished.append((events, self._read))
+                self._read = []
+            ready, unfinished = [], []
+            for events, numbers in self._unfinished:
+                events = [event for event in events if not event.query()]
+                if events:
+                    unfinished.append((events, numbers))
+                else:
+                    ready += numbers
         self._unfinished = unfinished
         return ready
 
@@ -113,7 +121,7 @@ class Lifetimes:
         Those that a graph may use, `collect` never returns.
         """
         unread = {number for number, _ in list(self._deaths)}
-        return unread.union(*(numbers for _, numbers in self._unfinished))
+        return unread.union(self._read, *(numbers for _, numbers in self._unfinished))
 
     @property
     def num_dead(self) -> int:
@@ -121,5 +129,5 @@ class Lifetimes:
         return len(self._deaths) + self.waiting()
 
     def waiting(self) -> int:
-        """How many dead blocks wait for work on a stream to finish."""
-        return sum(len(numbers) for _, numbers in self._unfinished)
+        """How many dead blocks wait for work on a stream to finish, or for the end of a capture."""
+        return len(self._read) + sum(len(numbers) for _, numbers in self._unfinished)

@@ -39,7 +39,7 @@ import torch
 
 from iris import observer
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
-from iris.cuda_graphs.capture import is_capturing, relaxed
+from iris.cuda_graphs.capture import record_event, relaxed
 from iris.heap.allocator import Allocator, round_up
 from iris.heap.history import tensor_text
 from iris.heap.lifetime import Life
@@ -259,7 +259,7 @@ class Pool:
                 self._dying.append(block)
         dying, self._dying = self._dying, []
         for block in dying:
-            block.others = [stream for stream in block.others if not _record(stream, block.events)]
+            block.others = [stream for stream in block.others if not record_event(stream, block.events)]
             (self._dying if block.others else self._idle[block.stream, block.room]).append(block)
 
     def _find(self, room: int, stream: Any) -> _Block | None:
@@ -301,7 +301,7 @@ class Pool:
         blocks = [block for idle in self._idle.values() for block in idle]
         self._idle.clear()
         streams = {block.stream for block in blocks} - {None}
-        captured = {stream for stream in streams if not _record(self._streams[stream], self._pending)}
+        captured = {stream for stream in streams if not record_event(self._streams[stream], self._pending)}
         for block in blocks:
             if block.stream in captured:
                 self._idle[block.stream, block.room].append(block)
@@ -310,22 +310,6 @@ class Pool:
             self._pending += block.events
             block.region.allocator.free(block.offset)
             block.region.blocks.pop(block.offset, None)
-
-
-def _record(stream: Any, events: list[Any]) -> bool:
-    """Append an event after all work on ``stream`` to ``events``; return False if the stream is being captured.
-
-    An event of a capture is for streams of that capture alone: another stream that waits for it joins the capture, and
-    who queries it makes the capture invalid (CUDA C++ Programming Guide, "Creating a Graph Using Stream Capture").
-    """
-    if is_capturing(stream.cuda_stream):
-        return False
-    event = stream.record_event()
-    # Another thread may have begun a capture before the event.
-    if is_capturing(stream.cuda_stream):
-        return False
-    events.append(event)
-    return True
 
 
 def _room(size: int) -> int:

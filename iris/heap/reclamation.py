@@ -41,7 +41,8 @@ class Report(NamedTuple):
     """What a rank brings to a meeting of the heap.
 
     ``ready``: the numbers of the blocks that it no longer uses since the last meeting, uint64 each. ``waiting``: how
-    many dead blocks unfinished work on its streams may still use. ``late``: whether its time limit has passed.
+    many dead blocks unfinished work, or a capture, on its streams may still use. ``late``: whether its time limit has
+    passed.
     """
 
     summary: Summary
@@ -100,8 +101,8 @@ class Reclamation:
                 )
             if any(report.late for report in reports):
                 raise IrisTimeoutError(
-                    f"{self._shortage(size)} Kernels on {names(holders)} have kept freed memory in use for "
-                    f"{self._group.timeout:g} s."
+                    f"{self._shortage(size)} Kernels on {names(holders)}, or captures of CUDA graphs by other threads, "
+                    f"have kept freed memory in use for {self._group.timeout:g} s."
                 )
             time.sleep(pause)
             pause = min(2 * pause, 5e-3)

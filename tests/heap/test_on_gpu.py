@@ -176,6 +176,43 @@ def test_memory_of_a_stream_in_a_capture_waits_for_its_end(ranks, tie, by_anothe
     ranks.run(asked_during_a_capture, tie, by_another_thread)
 
 
+def meeting_during_a_capture(ctx):
+    """Ranks meet while a thread of each captures on a stream that a dead tensor of the heap was used on."""
+    with iris.iris(64 * KIB) as small:
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        total = small.zeros(4)
+        with torch.cuda.stream(side):
+            doomed = small.zeros(4)
+            total.add_(doomed)
+        small.barrier()
+        begun, met = threading.Event(), threading.Event()
+
+        def capture():
+            with torch.cuda.graph(graph, stream=side):
+                total.add_(1)
+                begun.set()
+                met.wait(60)
+
+        with ThreadPoolExecutor(1) as other:
+            captured = other.submit(capture)
+            begun.wait(60)
+            try:
+                del doomed
+                small.barrier(stream=torch.cuda.Stream())
+                during = small.heap.stats().count
+            finally:
+                met.set()
+            captured.result()
+        small.barrier()
+        assert (during, small.heap.stats().count) == (2, 1)
+        graph.replay()
+        assert total.tolist() == [1.0] * 4
+
+
+def test_memory_of_the_heap_waits_for_the_end_of_a_capture(ranks):
+    ranks.run(meeting_during_a_capture)
+
+
 def too_large(ctx):
     begin = time.monotonic()
     with pytest.raises(MemoryError, match="larger than the memory"):

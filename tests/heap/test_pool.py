@@ -46,7 +46,9 @@ def pool(monkeypatch):
     pool.stream, pool.other, pool.third = map(Stream, ("first", "other", "third"))
     pool._streams = {stream.cuda_stream: stream for stream in (pool.stream, pool.other, pool.third)}
     monkeypatch.setattr(pool, "_current", lambda: pool.stream.cuda_stream)
-    monkeypatch.setattr("iris.heap.pool.is_capturing", lambda handle: pool._streams[handle].capture == "under way")
+    monkeypatch.setattr(
+        "iris.cuda_graphs.capture.is_capturing", lambda handle: pool._streams[handle].capture == "under way"
+    )
     pool.add(create(Group(None), ROOM, torch.device("cpu")))
     return pool
 

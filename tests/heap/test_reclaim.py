@@ -1,5 +1,6 @@
 """Memory comes back when every rank, and every kernel, is done with it."""
 
+import contextlib
 import gc
 import os
 import resource
@@ -136,35 +137,44 @@ def test_a_full_heap_names_the_rank_that_holds_on(ranks):
 
 
 class FakeStream:
-    """A stream whose work ends when the test says."""
+    """A stream whose work, or whose capture into a CUDA graph, ends when the test says. It is its own event, too."""
 
     def __init__(self):
         self.cuda_stream = id(self)
-        self.done = False
+        self.done = self.captured = False
 
     def query(self):
+        assert not self.captured, "the capture becomes invalid"
         return self.done
 
     def record_event(self):
         return self
 
 
+@contextlib.contextmanager
+def stream_of(heap):
+    """A `FakeStream` that the heap's tensors may be used on."""
+    stream = FakeStream()
+    heap.record_stream(stream)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("iris.cuda_graphs.capture.is_capturing", lambda handle: stream.captured)
+        yield stream
+
+
 def wait_for_a_peers_kernel(ctx):
     """The kernel of rank 1 goes on using a dead tensor for three polls of the full heap."""
     heap = shared_heap(ctx, 4 * KIB)
-    stream = FakeStream()
     polls = []
-    if heap.group.rank == 1:
-        heap.record_stream(stream)
+    with stream_of(heap) as stream, pytest.MonkeyPatch.context() as patch:
+        stream.done = heap.group.rank == 0
 
-    def sleep(_):
-        polls.append(heap.stats().count)
-        stream.done = len(polls) == 3
+        def sleep(_):
+            polls.append(heap.stats().count)
+            stream.done |= len(polls) == 3
 
-    heap.empty((4 * KIB,), torch.int8)
-    heap.meet()
-    assert heap.stats().count == 1, "memory came back while a kernel was using it"
-    with pytest.MonkeyPatch.context() as patch:
+        heap.empty((4 * KIB,), torch.int8)
+        heap.meet()
+        assert heap.stats().count == 1, "memory came back while a kernel was using it"
         patch.setattr(reclamation, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
         heap.empty((4 * KIB,), torch.int8)
     return polls
@@ -178,16 +188,27 @@ def test_memory_comes_back_when_the_last_kernel_has_finished(ranks):
 def wait_in_vain(ctx):
     heap = shared_heap(ctx, 4 * KIB)
     heap.group.timeout = 3.0  # in which a busy machine lets both ranks come
-    if heap.group.rank == 1:
-        heap.record_stream(FakeStream())
-    heap.empty((4 * KIB,), torch.int8)
-    with pytest.raises(TimeoutError, match=r"Kernels on rank 1 have kept freed memory in use for 3 s"):
+    with stream_of(heap) as stream:
+        stream.done = heap.group.rank == 0
         heap.empty((4 * KIB,), torch.int8)
+        with pytest.raises(TimeoutError, match=r"Kernels on rank 1, or .* have kept freed memory in use for 3 s"):
+            heap.empty((4 * KIB,), torch.int8)
 
 
 @pytest.mark.ranks(2, exactly=True)
 def test_a_kernel_that_never_ends_is_named(ranks):
     ranks.run(wait_in_vain)
+
+
+def test_memory_waits_for_the_end_of_a_capture_by_another_thread():
+    heap = lone_heap()
+    with stream_of(heap) as stream:
+        heap.empty((100,), torch.int8)
+        counts = []
+        for stream.captured, stream.done in ((True, True), (False, False), (False, True)):
+            heap.meet()
+            counts.append(heap.stats().count)
+    assert counts == [1, 1, 0]
 
 
 def test_memory_of_a_graph_capture_is_kept(monkeypatch):
