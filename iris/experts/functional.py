@@ -27,6 +27,7 @@ from torch.library import register_autograd, register_fake
 from iris.ccl import functional as collectives
 from iris.errors import InvalidExpertsError
 from iris.experts.calls import Calls
+from iris.experts.checks import check_given
 from iris.experts.choices import sums_of_rows
 from iris.experts.expert_parallel import ExpertParallel
 from iris.operators.graph_break import breaks_graph
@@ -121,7 +122,11 @@ def others_wait(calls: Calls, call: str) -> Iterator[None]:
 @operator("experts_combine")
 def _combine(y: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, experts: str, layout: str) -> Tensor:
     calls = calls_of(experts)
-    return calls.combine(y, calls.route(topk_ids, topk_weights, layout))
+    # All of it is checked before the choices are sent, since the other ranks wait for what comes after these.
+    check_given("combine", "y", y, calls.limits.device, calls.rows_shape(layout), (calls.dtype,))
+    received = calls.route(topk_ids, topk_weights, layout)
+    with others_wait(calls, "combine()"):
+        return calls.combine(y, received)
 
 
 @register_fake(_dispatch)
