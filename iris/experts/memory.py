@@ -64,6 +64,7 @@ import torch
 from triton import cdiv, next_power_of_2
 
 from iris.cuda_graphs.kept import keep
+from iris.errors import InvalidExpertsError, readable
 from iris.experts.config import ExpertsConfig
 from iris.experts.kernel_arguments import Extents, FewTokens, Layout, LowLatencySlot, Scales, Slot
 from iris.experts.low_latency.memory import shapes
@@ -219,6 +220,11 @@ class Memory:
         self._parts = slot_parts(extents, dtype)
         last = self._parts[-1]
         self._slot_bytes = last.begin + round_up(last.nbytes)
+        rows = {name: layout_rows(extents, name, config.alignment) for name in config.layouts}
+        places = extents.W * extents.M * extents.K
+        of_layouts = sum(each * extents.H * dtype.itemsize + 4 * places for each in rows.values())
+        needed = config.in_flight * (self._slot_bytes + of_layouts)
+        group.agree(lambda: check_room(needed, device, config), "set memory aside for experts")
         self.mapping = mapping.create(group, config.in_flight * self._slot_bytes, device)
         self.mapping.owner = weakref.ref(self)
         few = isinstance(extents, FewTokens)
@@ -232,31 +238,38 @@ class Memory:
         tensors = [[self._tensor(number, part) for part in self._parts] for number in range(config.in_flight)]
         self.slots = [LowLatencySlot(context, *each) if few else Slot(context, *each[:-1]) for each in tensors]
         self.staged = [] if few else [each[-1] for each in tensors]
-        rows = {name: layout_rows(extents, name, config.alignment) for name in config.layouts}
-        pairs = extents.W * extents.M * extents.K
-        # Of this rank alone: nobody else stores there.
-        self.layouts = keep(
-            lambda: [
-                {
-                    name: Layout(
-                        rows=torch.empty(rows[name], extents.H, dtype=dtype, device=device),
-                        counts=torch.zeros(extents.LOCAL, dtype=torch.int32, device=device),
-                        offsets=torch.zeros(extents.LOCAL + 1, dtype=torch.int32, device=device),
-                        places=torch.empty(pairs, dtype=torch.int32, device=device),
-                    )
-                    for name in config.layouts
-                }
-                for _ in range(config.in_flight)
-            ],
-            device,
-        )
+        try:
+            # On all ranks, or on none: a device may have less room than another.
+            group.agree(lambda: self._allocate(rows, extents, dtype, config, device), "set memory aside for experts")
+        except BaseException:
+            self.mapping.close()
+            raise
+
+    def _allocate(
+        self,
+        rows: dict[str, int],
+        extents: Extents | FewTokens,
+        dtype: torch.dtype,
+        config: ExpertsConfig,
+        device: torch.device,
+    ) -> None:
+        """What this rank has for itself: nobody else stores there. ``rows``: of each layout."""
+
+        def layout(name: str) -> Layout:
+            return Layout(
+                rows=torch.empty(rows[name], extents.H, dtype=dtype, device=device),
+                counts=torch.zeros(extents.LOCAL, dtype=torch.int32, device=device),
+                offsets=torch.zeros(extents.LOCAL + 1, dtype=torch.int32, device=device),
+                places=torch.empty(extents.W * extents.M * extents.K, dtype=torch.int32, device=device),
+            )
+
+        self.layouts = keep(lambda: [{name: layout(name) for name in rows} for _ in range(config.in_flight)], device)
         self.statistics: Statistics | None = None
         if config.statistics:
             shapes = (extents.LOCAL, extents.W, extents.W)
             self.statistics = keep(
                 lambda: Statistics(*[torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes]), device
             )
-        group.all_gather(None, "the memory of expert parallelism")
 
     def narrow(
         self, number: int, layout: str, dtype: torch.dtype, scales: int
@@ -297,6 +310,17 @@ class Memory:
     def _tensor(self, number: int, part: Part) -> torch.Tensor:
         begin = number * self._slot_bytes + part.begin
         return self.mapping.buffer[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
+
+
+def check_room(needed: int, device: torch.device, config: ExpertsConfig) -> None:
+    """That the device has so many bytes at all."""
+    total = mapping.total_memory(device)
+    if needed > total:
+        raise InvalidExpertsError(
+            f"ctx.experts() would set {readable(needed)} aside on each rank, and {device} has {readable(total)}. It is "
+            f"for {config.in_flight} in flight, with rows in {' and '.join(map(repr, config.layouts))}. Ask for fewer "
+            "max_tokens, or in ExpertsConfig for less in_flight, or for one of the layouts alone."
+        )
 
 
 def split_rows(rows: torch.Tensor, dtype: torch.dtype, scales: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,6 @@
 """What dispatch and combine cannot do is said before anything is enqueued, on the rank that asked for it."""
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -20,7 +21,7 @@ from iris.errors import (
     TooManyInFlightError,
     WrongDeviceError,
 )
-from iris.experts import ExpertsConfig, calls, checks
+from iris.experts import ExpertsConfig, calls, checks, memory
 
 T, H, MOST, E = 4, 20, 7, 3
 X, IDS, WEIGHTS = torch.zeros(T, H), torch.zeros(T, K, dtype=torch.int64), torch.zeros(T, K)
@@ -149,6 +150,11 @@ SIZES = {"num_experts": 4, "hidden": 8, "max_tokens": 2, "top_k": 2}
         (InvalidExpertsError, "at most 4 of 4", {"top_k": 5}),
         (InvalidExpertsError, "at most 4096", {"num_experts": 4097}),
         (InvalidExpertsError, "by 32 bits", {"max_tokens": 1 << 30}),
+        (
+            InvalidExpertsError,
+            "would set .* TiB .* aside on each rank.* for 2 in flight, with rows in 'expanded' and 'compact'",
+            {"max_tokens": 1 << 24, "hidden": 1 << 20},
+        ),
         (InvalidExpertsError, "bfloat16, torch.float16 or", {"dtype": torch.int8}),
         (InvalidExpertsError, "bfloat16, torch.float16 or", {"dtype": "bf16"}),
         (InvalidConfigError, "iris.experts.ExpertsConfig, or None", {"config": "fast"}),
@@ -214,7 +220,22 @@ def ranks_differ(ctx):
     refused(InvalidExpertsError, "a multiple of 2", ctx.experts, SIZES | {"num_experts": 5})
 
 
+def one_rank_has_no_room(ctx):
+    """None has them then, and all may ask for less."""
+    here = ctx.cur_rank == ctx.num_ranks - 1
+    full = mock.patch.object(memory, "keep", side_effect=torch.OutOfMemoryError("out of memory"))
+    words = "^out of memory" if here else f"rank {ctx.num_ranks - 1} could not set memory aside for experts: .*OutOfMem"
+    with full if here else contextlib.nullcontext():
+        with pytest.raises(torch.OutOfMemoryError if here else PeerFailedError, match=words):
+            ctx.experts(**SIZES)
+    ep = ctx.experts(**SIZES | {"dtype": torch.float32})
+    x, ids = torch.ones(2, 8, device=ctx.device), torch.arange(2, device=ctx.device).expand(2, 2)
+    received = ep.dispatch(x, ids)
+    assert (ep.combine(received.rows, received) == 2).all()
+    done_with(ctx, ep)
+
+
 @pytest.mark.ranks(2, exactly=True)
-@pytest.mark.parametrize("worker", [one_rank_errs, numbers_are_not_looked_at, ranks_differ])
+@pytest.mark.parametrize("worker", [one_rank_errs, numbers_are_not_looked_at, ranks_differ, one_rank_has_no_room])
 def test_one_of_two_ranks(ranks, worker):
     ranks.run(worker)

@@ -16,6 +16,7 @@ from experts import (
     test_bias,
     test_fp8,
     test_functional,
+    test_misuse,
     test_num_tokens,
     test_options_together,
     test_padding,
@@ -211,5 +212,6 @@ def refused(ctx):
 
 
 @pytest.mark.ranks(Hosts(2, 2, dealt=True))
-def test_what_is_refused(ranks):
-    ranks.run(refused)
+@pytest.mark.parametrize("worker", [refused, test_misuse.one_rank_has_no_room])
+def test_what_is_refused(ranks, worker):
+    ranks.run(worker)
