@@ -152,8 +152,7 @@ class Calls:
         if biases:
             given += tuple([to_read(each) for each in biases])
         pointers = pointers_of("combine", given)
-        if biases:
-            checks.check_apart(pointers[2], out.nbytes, pointers[3:])
+        checks.check_apart(pointers[2], out.nbytes, y=pointers[0], y_nbytes=given[0].nbytes, biases=pointers[3:])
         if DEBUGGING and not self._capturing():
             how = "not given" if topk_weights is None else "given"
             self.compare(f"combine() in slot {received._slot}, weights {how}")

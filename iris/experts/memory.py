@@ -254,16 +254,21 @@ class Memory:
         device: torch.device,
     ) -> None:
         """What this rank has for itself: nobody else stores there. ``rows``: of each layout."""
-
-        def layout(name: str) -> Layout:
-            return Layout(
-                rows=torch.empty(rows[name], extents.H, dtype=dtype, device=device),
-                counts=torch.zeros(extents.LOCAL, dtype=torch.int32, device=device),
-                offsets=torch.zeros(extents.LOCAL + 1, dtype=torch.int32, device=device),
-                places=torch.empty(extents.W * extents.M * extents.K, dtype=torch.int32, device=device),
-            )
-
-        self.layouts = keep(lambda: [{name: layout(name) for name in rows} for _ in range(config.in_flight)], device)
+        self.layouts = keep(
+            lambda: [
+                {
+                    name: Layout(
+                        rows=torch.empty(room, extents.H, dtype=dtype, device=device),
+                        counts=torch.zeros(extents.LOCAL, dtype=torch.int32, device=device),
+                        offsets=torch.zeros(extents.LOCAL + 1, dtype=torch.int32, device=device),
+                        places=torch.empty(extents.W * extents.M * extents.K, dtype=torch.int32, device=device),
+                    )
+                    for name, room in rows.items()
+                }
+                for _ in range(config.in_flight)
+            ],
+            device,
+        )
         self.statistics: Statistics | None = None
         if config.statistics:
             shapes = (extents.LOCAL, extents.W, extents.W)

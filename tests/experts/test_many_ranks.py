@@ -1,4 +1,4 @@
-"""As many ranks as a host may have: a token's ranks fill a word of bits then, and a shift past its end finds its sign."""
+"""As many ranks as a host may have: those of a token fill a word of bits, and a shift past its end finds its sign."""
 
 import pytest
 import torch
@@ -31,7 +31,9 @@ def test_sums_are_those_of_ranks_that_there_are(size, rank):
     rank %= size
     sizes = extents(size, size, 1, 1, H, torch.float32, programs=1)
     # Ranks have sent their numbers. What comes after is no sum.
-    partials = torch.arange(1, size + 5, dtype=torch.float32, device=DEVICE)[:, None, None].expand(-1, 1, H).contiguous()
+    partials = (
+        torch.arange(1, size + 5, dtype=torch.float32, device=DEVICE)[:, None, None].expand(-1, 1, H).contiguous()
+    )
     bits = torch.tensor([(1 << size) - 1]).to(torch.int32).to(DEVICE)
     found = torch.full((size + 4, H), torch.nan, device=DEVICE)
     slot = Slot(**dict.fromkeys(Slot._fields) | {"partials": partials})

@@ -62,7 +62,8 @@ COMBINES = {
     "other weights": (InvalidExpertsError, "topk_weights of shape", {"topk_weights": WEIGHTS[1:]}),
     "another result": (InvalidExpertsError, r"out of shape \[4, 20\]", {"out": X[1:]}),
     "a result by columns": (InvalidExpertsError, r"strides are \(1, 4\)", {"out": torch.zeros(H, T).T}),
-    "nothing received": (InvalidExpertsError, "has returned, and None is none", {"received": None}),
+    "nothing received": (InvalidExpertsError, "has returned, and got None", {"received": None}),
+    "rows for what was received": (InvalidExpertsError, "has returned, and got a Tensor", {"received": X}),
 }
 
 
@@ -121,6 +122,32 @@ def test_combine(alone, case):
     ep.combine(received.rows, received)
 
 
+@pytest.mark.parametrize("row", [0, 3, E * MOST - T])
+def test_a_result_where_rows_are(alone, row):
+    """They are added up after others have been written."""
+    ep = layer_of(alone)
+    received = ep.dispatch(**on(alone.device, {"x": X, "topk_ids": IDS}))
+    out = received.rows.flatten(0, -2)[row : row + T]
+    refused(
+        InvalidExpertsError,
+        "an out that overlaps its y",
+        ep.combine,
+        {"y": received.rows, "received": received, "out": out},
+    )
+    # Of rows that a program has made elsewhere it may be there.
+    ep.combine(received.rows.clone(), received, out=out)
+
+
+def test_what_nobody_has_waited_for_is_not_combined(alone):
+    ep = layer_of(alone)
+    pending = ep.dispatch(**on(alone.device, {"x": X, "topk_ids": IDS}), async_op=True)
+    refused(
+        InvalidExpertsError, r"call wait\(\) of <PendingCall of dispatch", ep.combine, {"y": X, "received": pending}
+    )
+    received = pending.wait()
+    ep.combine(received.rows, received)
+
+
 def test_what_a_dispatch_returns_is_used_once_and_by_its_own(alone):
     ep, other = layer_of(alone), layer_of(alone)
     given = on(alone.device, {"x": X, "topk_ids": IDS})
@@ -160,7 +187,7 @@ SIZES = {"num_experts": 4, "hidden": 8, "max_tokens": 2, "top_k": 2}
         (InvalidConfigError, "iris.experts.ExpertsConfig, or None", {"config": "fast"}),
         (
             InvalidConfigError,
-            "up to 32768 tokens .*; max_tokens is 32769",
+            "up to 32768 tokens of .* A host has 1 ranks here, .* hosts, 32769,",
             {"max_tokens": 32769, "config": ExpertsConfig(low_latency=True)},
         ),
     ],
