@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from integrations.models import EACH, MOST, H, Meshes, experts_of, inputs, near, registered, share_out
 from iris.distributed.contexts import context_of
-from iris.errors import InvalidExpertsError, InvalidGroupError
+from iris.errors import InvalidExpertsError, InvalidGroupError, PeerFailedError
 from iris.integrations.transformers import register
 from iris.integrations.transformers.usual_form import has_usual_form
 
@@ -112,6 +112,10 @@ def misuse(ctx):
     with registered(max_tokens=MOST):
         own = share_out(experts, meshes)
     given = [each.to(ctx.device) for each in inputs(0, ctx.cur_rank, ctx.num_ranks, MOST + 1)]
+    # In a first forward the ranks meet, so that the others know of it.
+    too_many = r"has 9 tokens on this rank, .* for 8 each"
+    with pytest.raises(InvalidExpertsError if ctx.cur_rank else PeerFailedError, match=too_many):
+        own(*(given if ctx.cur_rank else (each[:1] for each in given)))
     own(*(each[:1] for each in given))
     with pytest.raises(InvalidExpertsError, match=r"has 9 tokens on this rank, .* for 8 each.*register\(max_tokens="):
         own(*given)
