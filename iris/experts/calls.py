@@ -290,7 +290,7 @@ class Calls:
             raise TooManyInFlightError(self.config.in_flight, [*self.pending.values()]) from None
         weighted = topk_weights is not None
         if DEBUGGING and checked:
-            how = f"{'weights given' if weighted else 'no weights'}, of {x.dtype}, {plan.tail[3]}"
+            how = f"{'weights given' if weighted else 'no weights'}, {checks.in_words(x.dtype, plan.tail[3])}"
             self.compare(f"dispatch() in slot {number}, layout={layout!r}, {how}")
         views = plan.views[number] if rows is None else with_rows(plan.views[number], rows)
         self._launch(plan, views, given, pointers)

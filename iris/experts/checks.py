@@ -220,6 +220,14 @@ def form_of(x: torch.Tensor, x_scales: Any, quantize: object, wide: torch.dtype)
     return Form(scales, lanes, QUANTIZE[quantize], group, torch.finfo(quantized_dtype()).max)
 
 
+def in_words(dtype: torch.dtype, form: Form) -> str:
+    """How rows of this dtype travel, for a comparison of what ranks call."""
+    if not form.MOVES:
+        return "choices alone"
+    quantize = next(name for name, kind in QUANTIZE.items() if kind == form.QUANTIZE)
+    return f"x of {dtype}, quantize={quantize!r}, {form.SCALES} scales a row"
+
+
 def quantized_dtype() -> torch.dtype:
     """What rows are rounded to: e4m3, as the GPU has it."""
     return torch.float8_e4m3fnuz if architecture() == "gfx942" else torch.float8_e4m3fn

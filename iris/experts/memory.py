@@ -53,6 +53,12 @@ Why combine n of s may write weights to d: nothing reads them in dispatch, and d
 Why combine n of d may write to ``partials`` of s: d has waited for ``routed[s]`` of dispatch n, which s adds to after
 its combine n - 1, where it has read them.
 
+Where this ends: a flag that is 2^31 behind, or more, counts as ahead. ``routed`` and ``returned`` are raised in every
+call. But program p of a rank raises ``sent`` only in dispatches in which it has tokens, ``weighed`` only in combines
+with weights, and ``staged`` only in combines in stages. One that it has last raised 2^31 / S dispatches of the slot
+before, or 2^31 of the other two, is not waited for: rows of an earlier call may be taken for those of this one. (The
+kernels for few tokens refresh such words: "Stamps" in `iris.experts.low_latency.memory`.)
+
 Each rank makes the same calls in the same order, so the ranks give slots alike. All calls of one rank follow each
 other: on one stream, or on several that wait for each other.
 """

@@ -98,7 +98,8 @@ class CallsOverHosts(Calls):
         form = checks.check_dispatch(self.limits, x, topk_ids, topk_weights, x_scales, quantize, num_tokens)
         self._check_numbers(topk_ids, num_tokens)
         if DEBUGGING and not self._capturing():
-            self.compare(f"dispatch() over hosts, layout={layout!r}, of {x.dtype}, {form}, async_op={async_op}")
+            how = f"layout={layout!r}, {checks.in_words(x.dtype, form)}, async_op={async_op}"
+            self.compare(f"dispatch() over hosts, {how}")
         # Not before: a call that is refused takes no slot.
         self._promise_slot()
         used = [each for each in (x, topk_ids, topk_weights, x_scales, num_tokens) if each is not None]

@@ -247,6 +247,31 @@ def ranks_differ(ctx):
     refused(InvalidExpertsError, "a multiple of 2", ctx.experts, SIZES | {"num_experts": 5})
 
 
+def one_rank_calls_differently(ctx):
+    """With IRIS_DEBUG=1 all say what each has called, in the words of the call; and nothing has begun."""
+    layer = Layer(ctx.num_ranks, torch.float32, ctx.device, hidden=256)
+    ep, here = experts(ctx, layer, ExpertsConfig(in_flight=1)), ctx.cur_rank == 0
+    x, ids, weights = layer.inputs("random", 0, ctx.cur_rank)
+    cases = {
+        "quantize='fp8_block128', 2 scales a row; .*quantize=None, 0 scales": {"quantize": "fp8_block128"},
+        "quantize=None, 1 scales a row; rank 1 calls .*torch.float32, quantize=None, 0 scales": {
+            "x": x.to(torch.float8_e5m2),
+            "x_scales": torch.ones(len(x), 1, device=ctx.device),
+        },
+        "no weights, .* weights given": {"topk_weights": None},
+        "layout='compact', .* layout='expanded'": {"layout": "compact"},
+    }
+    with mock.patch.object(calls, "DEBUGGING", True):
+        for words, other in cases.items():
+            given = {"x": x, "topk_ids": ids, "topk_weights": weights} | (other if here else {})
+            with pytest.raises(MismatchedCollectiveError, match=words):
+                ep.dispatch(**given)
+        received = ep.dispatch(x, ids, weights)
+        out = ep.combine(layer.through_experts(received, ep.first_expert), received)
+    assert torch.equal(out.double(), layer.expected("random", 0, ctx.cur_rank, True))
+    done_with(ctx, ep)
+
+
 def one_rank_has_no_room(ctx):
     """None has them then, and all may ask for less."""
     here = ctx.cur_rank == ctx.num_ranks - 1
@@ -263,6 +288,9 @@ def one_rank_has_no_room(ctx):
 
 
 @pytest.mark.ranks(2, exactly=True)
-@pytest.mark.parametrize("worker", [one_rank_errs, numbers_are_not_looked_at, ranks_differ, one_rank_has_no_room])
+@pytest.mark.parametrize(
+    "worker",
+    [one_rank_errs, numbers_are_not_looked_at, ranks_differ, one_rank_calls_differently, one_rank_has_no_room],
+)
 def test_one_of_two_ranks(ranks, worker):
     ranks.run(worker)
