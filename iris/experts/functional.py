@@ -65,6 +65,15 @@ def find(name: str) -> ExpertParallel:
     return experts
 
 
+def check_name(name: object) -> None:
+    """That it is a name, and not the experts: an operator of torch would say of these that they are no str."""
+    if not isinstance(name, str):
+        raise InvalidExpertsError(
+            f"experts={name!r:.80} is not possible: it is a name, iris.experts.functional.name_of(ep), since a graph "
+            "of torch.compile holds no objects."
+        )
+
+
 def calls_of(name: str) -> Calls:
     """What the operators work with."""
     return find(name)._calls
@@ -75,6 +84,7 @@ def dispatch(x: Tensor, topk_ids: Tensor, experts: str, layout: str = "compact")
 
     Collective. x is of the dtype of the experts. Rows have a gradient.
     """
+    check_name(experts)
     rows, counts, offsets, _, _ = _dispatch(x, topk_ids, None, experts, layout)
     return rows, counts, offsets
 
@@ -84,6 +94,7 @@ def combine(y: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, experts: s
 
     Collective. ``topk_ids`` and ``layout``: those of the dispatch. Without weights rows are added as they are.
     """
+    check_name(experts)
     return _combine(y, topk_ids, topk_weights, experts, layout)
 
 

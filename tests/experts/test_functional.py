@@ -102,6 +102,9 @@ def mistake(ctx):
         functional.dispatch(x, ids, "mine")
     with pytest.raises(InvalidExpertsError, match=r"name_of\(\) takes what ctx.experts\(\) has made, and got 'mine'"):
         functional.name_of("mine")
+    for call in (lambda: functional.dispatch(x, ids, ep), lambda: functional.combine(x, ids, None, ep)):
+        with pytest.raises(InvalidExpertsError, match=r"experts=<ExpertParallel .* it is a name, .*name_of\(ep\)"):
+            call()
     name, many = functional.name_of(ep), ids.new_zeros(M + 1, K)
     for call in (
         lambda: functional.dispatch(x.new_zeros(M + 1, layer.hidden), many, name),
