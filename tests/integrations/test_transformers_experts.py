@@ -1,5 +1,8 @@
 """A layer of experts of transformers on `ctx.experts`: results and all gradients are those of one process."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,9 +105,29 @@ def groups_come_and_go(ctx):
     assert other is not context and context.heap.closed
 
 
+def layers_come_and_go(ctx):
+    """What layers share does not keep the context of a group that is gone."""
+    experts, meshes = experts_of("usual", ctx.num_ranks).to(ctx.device), Meshes(ctx, "shared", None)
+    group = meshes.experts.get_group()
+    with registered():
+        layers = [share_out(experts, meshes) for _ in range(2)]
+    with torch.no_grad():
+        one, other = (layer(*(each.to(ctx.device) for each in inputs(0, 0, ctx.num_ranks, 3))) for layer in layers)
+    assert torch.equal(one, other)
+    context = context_of(group, ctx.device)
+    assert len(context._experts._open) == 1
+    gone = weakref.ref(context)
+    dist.destroy_process_group(group)
+    del layers, meshes, group, context
+    context_of(dist.new_group(), ctx.device)
+    gc.collect()
+    assert gone() is None
+
+
 @pytest.mark.ranks(2)
-def test_a_context_lives_as_long_as_its_group(ranks):
-    ranks.run(groups_come_and_go)
+@pytest.mark.parametrize("worker", [groups_come_and_go, layers_come_and_go])
+def test_a_context_lives_as_long_as_its_group(ranks, worker):
+    ranks.run(worker)
 
 
 def misuse(ctx):

@@ -35,8 +35,10 @@ LEAST_ROOM = 8
 # One in flight, since each call ends with its combine; compact rows, one after the other, as grouped products take.
 CONFIG = ExpertsConfig(in_flight=1, layouts=("compact",), alignment=1)
 
-# Layers of one shape share memory. Of a context: those of a number of experts, a room, a row, top k and a dtype.
-_made: "weakref.WeakKeyDictionary[Iris, dict[tuple, ExpertParallel]]" = weakref.WeakKeyDictionary()
+# Layers of one shape share memory. Of a context, which keeps them: those of a number of experts, a room, a row, top k
+# and a dtype.
+_made: "weakref.WeakKeyDictionary[Iris, weakref.WeakValueDictionary[tuple, ExpertParallel]]"
+_made = weakref.WeakKeyDictionary()
 
 
 class IrisEP(EPImplementation):
@@ -126,11 +128,12 @@ class IrisEP(EPImplementation):
             "top_k": top_k,
             "dtype": x.dtype,
         }
-        made = _made.setdefault(context, {})
+        made = _made.setdefault(context, weakref.WeakValueDictionary())
         key = tuple(asked.values())
-        if key not in made:
-            made[key] = context.experts(**asked, config=CONFIG)
-        name = self._named[room, x.dtype] = functional.name_of(made[key])
+        experts = made.get(key)
+        if experts is None:
+            experts = made[key] = context.experts(**asked, config=CONFIG)
+        name = self._named[room, x.dtype] = functional.name_of(experts)
         return name
 
 
