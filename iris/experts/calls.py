@@ -152,8 +152,7 @@ class Calls:
         if biases:
             given += tuple([to_read(each) for each in biases])
         pointers = pointers_of("combine", given)
-        if biases:
-            checks.check_apart(pointers[2], out.nbytes, pointers[3:])
+        checks.check_apart(pointers[2], out.nbytes, y=pointers[0], y_nbytes=given[0].nbytes, biases=pointers[3:])
         if DEBUGGING and not self._capturing():
             how = "not given" if topk_weights is None else "given"
             self.compare(f"combine() in slot {received._slot}, weights {how}")
@@ -291,7 +290,7 @@ class Calls:
             raise TooManyInFlightError(self.config.in_flight, [*self.pending.values()]) from None
         weighted = topk_weights is not None
         if DEBUGGING and checked:
-            how = f"{'weights given' if weighted else 'no weights'}, of {x.dtype}, {plan.tail[3]}"
+            how = f"{'weights given' if weighted else 'no weights'}, {checks.in_words(x.dtype, plan.tail[3])}"
             self.compare(f"dispatch() in slot {number}, layout={layout!r}, {how}")
         views = plan.views[number] if rows is None else with_rows(plan.views[number], rows)
         self._launch(plan, views, given, pointers)

@@ -9,6 +9,7 @@ from iris.ccl.checks import check_tensor
 from iris.errors import InvalidConfigError, InvalidExpertsError, WrongDeviceError
 from iris.experts.config import DEFAULT, LAYOUTS, ExpertsConfig
 from iris.experts.kernel_arguments import Form
+from iris.experts.pending import PendingCall
 from iris.experts.received import Received
 from iris.experts.rows import BY_BLOCK, BY_ROW, GROUP, NOT
 from iris.language.barrier import LANES
@@ -168,10 +169,12 @@ def check_combine(
 
 def check_received(received: Any, owner: object) -> None:
     """That a combine of this owner may have it."""
+    if isinstance(received, PendingCall):
+        raise InvalidExpertsError(f"combine() takes what dispatch() returns in the end: call wait() of {received!r}.")
     if not isinstance(received, Received) or received._owner is not owner:
-        what = "is of another one" if isinstance(received, Received) else "is none"
+        given = f"{received!r:.80} is of another one" if isinstance(received, Received) else f"got {named(received)}"
         raise InvalidExpertsError(
-            f"combine() takes what dispatch() of the same ctx.experts() has returned, and {received!r:.80} {what}."
+            f"combine() takes, as received, what dispatch() of the same ctx.experts() has returned, and {given}."
         )
     received._check_in_use("combine")
 
@@ -217,6 +220,14 @@ def form_of(x: torch.Tensor, x_scales: Any, quantize: object, wide: torch.dtype)
     return Form(scales, lanes, QUANTIZE[quantize], group, torch.finfo(quantized_dtype()).max)
 
 
+def in_words(dtype: torch.dtype, form: Form) -> str:
+    """How rows of this dtype travel, for a comparison of what ranks call."""
+    if not form.MOVES:
+        return "choices alone"
+    quantize = next(name for name, kind in QUANTIZE.items() if kind == form.QUANTIZE)
+    return f"x of {dtype}, quantize={quantize!r}, {form.SCALES} scales a row"
+
+
 def quantized_dtype() -> torch.dtype:
     """What rows are rounded to: e4m3, as the GPU has it."""
     return torch.float8_e4m3fnuz if architecture() == "gfx942" else torch.float8_e4m3fn
@@ -254,14 +265,28 @@ def biases_of(bias: object) -> tuple[torch.Tensor, ...]:
     """What `combine` is to add, one or two."""
     found = (bias,) if isinstance(bias, torch.Tensor) else bias
     if not isinstance(found, tuple) or len(found) not in (1, 2):
-        raise InvalidExpertsError(f"combine(bias={bias!r:.60}) is not possible; it takes a tensor, or a pair of them.")
+        raise InvalidExpertsError(f"combine() takes as bias a tensor, or a tuple of two, and got {named(bias)}.")
     for each in found:
         check_tensor("combine", each)
     return found
 
 
-def check_apart(out: int, nbytes: int, biases: tuple[int, ...]) -> None:
-    """That a result does not lie across what is added to it: addresses, each of so many bytes."""
+def named(value: object) -> str:
+    """What a program has given, where that is no matter of its numbers."""
+    number = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return "None" if value is None else f"a {type(value).__name__}{number}"
+
+
+def check_apart(out: int, nbytes: int, y: int, y_nbytes: int, biases: tuple[int, ...]) -> None:
+    """That a result does not lie where y does, nor across what is added to it: addresses, and bytes from there on.
+
+    Of a bias it has as many bytes.
+    """
+    if out < y + y_nbytes and y < out + nbytes:
+        raise InvalidExpertsError(
+            "combine() got an out that overlaps its y in memory: it would write over rows that are still to be added "
+            "up. Give it an out of its own, or none."
+        )
     for bias in biases:
         if 0 < abs(out - bias) < nbytes:
             raise InvalidExpertsError(

@@ -40,7 +40,7 @@ from iris.experts.routing import (
 )
 from iris.experts.statistics import begin_wait, end_combine_wait
 from iris.experts.token_rows import GIVEN, add_up, added_columns, first_pieces, number_of, places_of
-from iris.language.barrier import lanes
+from iris.language.barrier import LANES, lanes
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_wait
 
@@ -93,7 +93,11 @@ def load_sums(slot, bits, rank, token, columns, first, PEERS: tl.constexpr, EXTE
         peer = first + each + (first + each >= rank).to(tl.int32)
         at = (tl.cast(peer, tl.int64) * EXTENTS.M + token) * EXTENTS.H + columns
         # Ranks that there are not have no bit.
-        sums += (tl.load(slot.partials + at, mask=has_bit(bits, peer) & (columns < EXTENTS.H), other=0),)
+        sent = has_bit(bits, peer)
+        if EXTENTS.W + 2 * PEERS > LANES:
+            # Nor has the word one for them. PTX would find its sign there (PTX ISA, "shr"), and AMD its lowest bits.
+            sent = has_bit(bits, tl.minimum(peer, EXTENTS.W - 1)) & (peer < EXTENTS.W)
+        sums += (tl.load(slot.partials + at, mask=sent & (columns < EXTENTS.H), other=0),)
     return sums
 
 

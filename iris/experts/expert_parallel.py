@@ -275,7 +275,8 @@ class ExpertParallel:
         Raises
         ------
         InvalidExpertsError
-            Tensors do not fit, ``out`` lies across ``bias``, or ``received`` is of another `ExpertParallel`.
+            Tensors do not fit, ``out`` overlaps ``y`` or lies across ``bias``, or ``received`` is of another
+            `ExpertParallel`, or a `PendingCall`.
         ReceivedUsedUpError
             ``received`` was combined or released before.
         GroupAbortedError

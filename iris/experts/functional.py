@@ -27,6 +27,7 @@ from torch.library import register_autograd, register_fake
 from iris.ccl import functional as collectives
 from iris.errors import InvalidExpertsError
 from iris.experts.calls import Calls
+from iris.experts.checks import check_given
 from iris.experts.choices import sums_of_rows
 from iris.experts.expert_parallel import ExpertParallel
 from iris.operators.graph_break import breaks_graph
@@ -64,6 +65,15 @@ def find(name: str) -> ExpertParallel:
     return experts
 
 
+def check_name(name: object) -> None:
+    """That it is a name, and not the experts: an operator of torch would say of these that they are no str."""
+    if not isinstance(name, str):
+        raise InvalidExpertsError(
+            f"experts={name!r:.80} is not possible: it is a name, iris.experts.functional.name_of(ep), since a graph "
+            "of torch.compile holds no objects."
+        )
+
+
 def calls_of(name: str) -> Calls:
     """What the operators work with."""
     return find(name)._calls
@@ -74,6 +84,7 @@ def dispatch(x: Tensor, topk_ids: Tensor, experts: str, layout: str = "compact")
 
     Collective. x is of the dtype of the experts. Rows have a gradient.
     """
+    check_name(experts)
     rows, counts, offsets, _, _ = _dispatch(x, topk_ids, None, experts, layout)
     return rows, counts, offsets
 
@@ -83,6 +94,7 @@ def combine(y: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, experts: s
 
     Collective. ``topk_ids`` and ``layout``: those of the dispatch. Without weights rows are added as they are.
     """
+    check_name(experts)
     return _combine(y, topk_ids, topk_weights, experts, layout)
 
 
@@ -121,7 +133,11 @@ def others_wait(calls: Calls, call: str) -> Iterator[None]:
 @operator("experts_combine")
 def _combine(y: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, experts: str, layout: str) -> Tensor:
     calls = calls_of(experts)
-    return calls.combine(y, calls.route(topk_ids, topk_weights, layout))
+    # All of it is checked before the choices are sent, since the other ranks wait for what comes after these.
+    check_given("combine", "y", y, calls.limits.device, calls.rows_shape(layout), (calls.dtype,))
+    received = calls.route(topk_ids, topk_weights, layout)
+    with others_wait(calls, "combine()"):
+        return calls.combine(y, received)
 
 
 @register_fake(_dispatch)

@@ -50,8 +50,8 @@ def choose(config: ExpertsConfig, extents: Extents, dtype: torch.dtype) -> Exten
     if config.low_latency and not low_latency.possible(extents):
         raise InvalidConfigError(
             f"ExpertsConfig(low_latency=True) cannot work: it is for up to {low_latency.MOST_TOKENS} tokens of up to "
-            f"{low_latency.MOST_RANKS} ranks, and not for CDNA3; max_tokens is {extents.M}, of {extents.W} ranks, and "
-            f"the GPU {architecture()}. Leave it None."
+            f"{low_latency.MOST_RANKS} ranks of a host, and not for CDNA3. A host has {extents.W} ranks here, tokens "
+            f"are max_tokens times the number of hosts, {extents.M}, and the GPU is {architecture()}. Leave it None."
         )
     wanted = low_latency.fits(extents) if config.low_latency is None else config.low_latency
     return low_latency.few_tokens(extents, dtype, threads_per_warp()) if wanted else extents

@@ -53,6 +53,12 @@ Why combine n of s may write weights to d: nothing reads them in dispatch, and d
 Why combine n of d may write to ``partials`` of s: d has waited for ``routed[s]`` of dispatch n, which s adds to after
 its combine n - 1, where it has read them.
 
+Where this ends: a flag that is 2^31 behind, or more, counts as ahead. ``routed`` and ``returned`` are raised in every
+call. But program p of a rank raises ``sent`` only in dispatches in which it has tokens, ``weighed`` only in combines
+with weights, and ``staged`` only in combines in stages. One that it has last raised 2^31 / S dispatches of the slot
+before, or 2^31 of the other two, is not waited for: rows of an earlier call may be taken for those of this one. (The
+kernels for few tokens refresh such words: "Stamps" in `iris.experts.low_latency.memory`.)
+
 Each rank makes the same calls in the same order, so the ranks give slots alike. All calls of one rank follow each
 other: on one stream, or on several that wait for each other.
 """
@@ -64,6 +70,7 @@ import torch
 from triton import cdiv, next_power_of_2
 
 from iris.cuda_graphs.kept import keep
+from iris.errors import InvalidExpertsError, readable
 from iris.experts.config import ExpertsConfig
 from iris.experts.kernel_arguments import Extents, FewTokens, Layout, LowLatencySlot, Scales, Slot
 from iris.experts.low_latency.memory import shapes
@@ -219,6 +226,11 @@ class Memory:
         self._parts = slot_parts(extents, dtype)
         last = self._parts[-1]
         self._slot_bytes = last.begin + round_up(last.nbytes)
+        rows = {name: layout_rows(extents, name, config.alignment) for name in config.layouts}
+        places = extents.W * extents.M * extents.K
+        of_layouts = sum(each * extents.H * dtype.itemsize + 4 * places for each in rows.values())
+        needed = config.in_flight * (self._slot_bytes + of_layouts)
+        group.agree(lambda: check_room(needed, device, config), "set memory aside for experts")
         self.mapping = mapping.create(group, config.in_flight * self._slot_bytes, device)
         self.mapping.owner = weakref.ref(self)
         few = isinstance(extents, FewTokens)
@@ -232,19 +244,32 @@ class Memory:
         tensors = [[self._tensor(number, part) for part in self._parts] for number in range(config.in_flight)]
         self.slots = [LowLatencySlot(context, *each) if few else Slot(context, *each[:-1]) for each in tensors]
         self.staged = [] if few else [each[-1] for each in tensors]
-        rows = {name: layout_rows(extents, name, config.alignment) for name in config.layouts}
-        pairs = extents.W * extents.M * extents.K
-        # Of this rank alone: nobody else stores there.
+        try:
+            # On all ranks, or on none: a device may have less room than another.
+            group.agree(lambda: self._allocate(rows, extents, dtype, config, device), "set memory aside for experts")
+        except BaseException:
+            self.mapping.close()
+            raise
+
+    def _allocate(
+        self,
+        rows: dict[str, int],
+        extents: Extents | FewTokens,
+        dtype: torch.dtype,
+        config: ExpertsConfig,
+        device: torch.device,
+    ) -> None:
+        """What this rank has for itself: nobody else stores there. ``rows``: of each layout."""
         self.layouts = keep(
             lambda: [
                 {
                     name: Layout(
-                        rows=torch.empty(rows[name], extents.H, dtype=dtype, device=device),
+                        rows=torch.empty(room, extents.H, dtype=dtype, device=device),
                         counts=torch.zeros(extents.LOCAL, dtype=torch.int32, device=device),
                         offsets=torch.zeros(extents.LOCAL + 1, dtype=torch.int32, device=device),
-                        places=torch.empty(pairs, dtype=torch.int32, device=device),
+                        places=torch.empty(extents.W * extents.M * extents.K, dtype=torch.int32, device=device),
                     )
-                    for name in config.layouts
+                    for name, room in rows.items()
                 }
                 for _ in range(config.in_flight)
             ],
@@ -256,7 +281,6 @@ class Memory:
             self.statistics = keep(
                 lambda: Statistics(*[torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes]), device
             )
-        group.all_gather(None, "the memory of expert parallelism")
 
     def narrow(
         self, number: int, layout: str, dtype: torch.dtype, scales: int
@@ -297,6 +321,17 @@ class Memory:
     def _tensor(self, number: int, part: Part) -> torch.Tensor:
         begin = number * self._slot_bytes + part.begin
         return self.mapping.buffer[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
+
+
+def check_room(needed: int, device: torch.device, config: ExpertsConfig) -> None:
+    """That the device has so many bytes at all."""
+    total = mapping.total_memory(device)
+    if needed > total:
+        raise InvalidExpertsError(
+            f"ctx.experts() would set {readable(needed)} aside on each rank, and {device} has {readable(total)}. It is "
+            f"for {config.in_flight} in flight, with rows in {' and '.join(map(repr, config.layouts))}. Ask for fewer "
+            "max_tokens, or in ExpertsConfig for less in_flight, or for one of the layouts alone."
+        )
 
 
 def split_rows(rows: torch.Tensor, dtype: torch.dtype, scales: int) -> tuple[torch.Tensor, torch.Tensor]:

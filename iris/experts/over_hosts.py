@@ -97,10 +97,12 @@ class CallsOverHosts(Calls):
         layout = checks.check_layout(layout, self.config)
         form = checks.check_dispatch(self.limits, x, topk_ids, topk_weights, x_scales, quantize, num_tokens)
         self._check_numbers(topk_ids, num_tokens)
+        if DEBUGGING and not self._capturing():
+            how = f"layout={layout!r}, {checks.in_words(x.dtype, form)}, async_op={async_op}"
+            self.compare(f"dispatch() over hosts, {how}")
+        # Not before: a call that is refused takes no slot.
         self._promise_slot()
         used = [each for each in (x, topk_ids, topk_weights, x_scales, num_tokens) if each is not None]
-        if DEBUGGING and not self._capturing():
-            self.compare(f"dispatch() over hosts, layout={layout!r}, of {x.dtype}, {form}, async_op={async_op}")
 
         def receive() -> Received:
             with self._in_step("dispatch"), torch.no_grad():
@@ -115,10 +117,11 @@ class CallsOverHosts(Calls):
         with self._in_step("dispatch"), torch.no_grad():
             # The combine leaves rows after these alone, and the program may have written another number by then.
             counted = None if num_tokens is None else num_tokens.clone()
-            wait, gathered = self._gather(*quantized(to_read(x), x_scales, form), topk_ids, topk_weights, counted)
+            wait, moved = self._gather(*quantized(to_read(x), x_scales, form), topk_ids, topk_weights, counted)
         if not async_op:
             return receive()
-        return self._pend("dispatch() over hosts", [*used, *gathered], receive)
+        used += moved if counted is None else [*moved, counted]
+        return self._pend("dispatch() over hosts", used, receive)
 
     def route(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, layout: str) -> Received:
         self.enter()
@@ -176,7 +179,7 @@ class CallsOverHosts(Calls):
                 parts[place, : each.numel()].view_as(each).copy_(each)
         if not async_op:
             return receive()
-        used = [each for each in (parts, result, counted) if each is not None]
+        used = [each for each in (sums, parts, result, counted) if each is not None]
         return self._pend("combine() over hosts", used, receive)
 
     def choices(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,7 +245,11 @@ class CallsOverHosts(Calls):
         topk_weights: torch.Tensor | None,
         counted: torch.Tensor | None,
     ) -> tuple[Callable[[], Gathered], list[torch.Tensor]]:
-        """Begin to gather what the ranks of the rail dispatch. Returns what waits for it, and where it will be."""
+        """Begin to gather what the ranks of the rail dispatch.
+
+        Returns what waits for it, and all tensors that the rail reads and writes. Whoever waits on another stream says
+        so of each of them: when the rail lets go of their memory, the stream that it is of may use it at once.
+        """
         hosts, limits = len(self._hosts), self.limits
         valid = (topk_ids >= 0) & (topk_ids < limits.num_experts)
         if counted is not None:
@@ -255,7 +262,7 @@ class CallsOverHosts(Calls):
         sent = pairs[0].new_full((limits.max_tokens, sum(widths)), -1)
         torch.cat(pairs, dim=1, out=sent[: len(topk_ids)])
         arrived = sent.new_empty(hosts, *sent.shape)
-        gathered = [arrived]
+        moved = [sent, arrived]
         what = f"dispatch() of {'choices alone' if rows is None else rows.dtype}"
         wait_for_pairs = self._rail.all_gather(arrived, sent, f"{what}, their choices")
         if rows is not None:
@@ -265,7 +272,7 @@ class CallsOverHosts(Calls):
                 as_bytes(of_rank)[: rows.nbytes] = as_bytes(rows)
             of_rail = rows.new_empty(hosts * limits.max_tokens, limits.hidden)
             wait_for_rows = self._rail.all_gather(of_rail, of_rank, what)
-            gathered.append(of_rail)
+            moved += [of_rank, of_rail]
 
         def wait() -> Gathered:
             wait_for_pairs()
@@ -278,7 +285,7 @@ class CallsOverHosts(Calls):
             here = self._local_numbers[ids]
             return Gathered(None if rows is None else of_rail, here, weights, floats[0] if floats else None)
 
-        return wait, gathered
+        return wait, moved
 
     def _gather_weights(self, topk_weights: torch.Tensor) -> torch.Tensor:
         sent = topk_weights.new_zeros(self.limits.max_tokens, self.limits.top_k)

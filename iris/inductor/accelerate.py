@@ -8,6 +8,7 @@ from torch.library import Library
 from iris.compat.inductor import add_graph_pass
 from iris.compat.inductor import graph_pass as inductor_pass
 from iris.distributed.contexts import say_place
+from iris.errors import InvalidArgumentError
 from iris.inductor import graph_pass, symm_mem
 from iris.inductor.report import FusionReport
 
@@ -33,10 +34,24 @@ def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
     `FirstUseInCaptureError` is raised. Where weights are split unevenly, operators are a product and a collective, one
     after the other. Sums are formed in float32 and rounded once, so results differ by rounding from those of other
     back ends.
+
+    Raises
+    ------
+    InvalidArgumentError
+        ``model`` is no torch.nn.Module.
+    MissingPartError
+        This torch has not what Iris fuses operations with.
     """
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(
+            f"accelerate() compiles a torch.nn.Module, and got {model!r:.60}, a {type(model).__name__}. For a "
+            "function, call iris.accelerate() and then torch.compile(function)."
+        )
     if not _registered:
-        _registered.extend(symm_mem.put_in_place())
+        replaced = symm_mem.put_in_place()
         add_graph_pass(graph_pass.search, graph_pass.identity)
+        # Last: if a part of torch is missing, nothing stays, and another call says so again.
+        _registered.extend(replaced)
     say_place()
     if model is not None:
         model.compile()

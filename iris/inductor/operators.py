@@ -8,6 +8,7 @@ from torch.library import register_fake
 
 from iris.ccl.functional import find
 from iris.operators.registration import operator
+from iris.ops.call import overlap
 from iris.ops.operations import OperationsContext
 
 
@@ -21,7 +22,7 @@ def all_reduce_add_rms_norm(
     result is ``[..., N]`` of ``dtype``.
     """
     out = torch.empty_like(a, dtype=dtype, memory_format=torch.contiguous_format)
-    context = cast(OperationsContext, find(ranks)[0])
+    context, (a, weight) = cast(OperationsContext, find(ranks)[0]), _apart(a, weight, residual)
     context.ops.all_reduce_rms_norm(out, a, weight, eps, residual=residual)
     return out
 
@@ -32,9 +33,24 @@ def all_reduce_add_rms_norm_by_row(
 ) -> tuple[Tensor, Tensor]:
     """The same to fp8, and a scale for each row: float32 ``[..., 1]``."""
     out, scales = _rows_and_scales(a, dtype)
-    context = cast(OperationsContext, find(ranks)[0])
+    context, (a, weight) = cast(OperationsContext, find(ranks)[0]), _apart(a, weight, residual)
     context.ops.all_reduce_rms_norm(out, a, weight, eps, residual=residual, row_scales=scales)
     return out, scales
+
+
+def _apart(a: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of what lies across the residual, which is written over: in a graph both may be parts of one tensor.
+
+    ``a`` may be the residual itself, which is read and written row by row.
+    """
+    memory = residual.untyped_storage().data_ptr()
+    # Nearly always neither; `overlap` costs the host microseconds.
+    if a.untyped_storage().data_ptr() == memory and overlap(a, residual):
+        is_itself = (a.data_ptr(), a.dtype) == (residual.data_ptr(), residual.dtype)
+        a = a if is_itself else a.clone()
+    if weight.untyped_storage().data_ptr() == memory and overlap(weight, residual):
+        weight = weight.clone()
+    return a, weight
 
 
 def _rows_and_scales(a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from iris.compat.inductor import value_of
-from iris.inductor.nodes import arguments, aten, calls, keeps_rows, known_equal, users
+from iris.inductor.nodes import arguments, aten, calls, keeps_rows, known, known_equal, users
 
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
@@ -115,10 +115,11 @@ def permutation(*extents: tuple[Any, ...]) -> Permutation:
 
 
 def permuted(graph: Graph, rows: Node, how: Permutation) -> Node:
-    """The rows of a matrix in the other order: a copy, unless that is the same."""
-    if how.is_identity:
-        return rows
+    """The rows of a matrix in the other order: a copy, unless that is the same, as it is of rows without elements."""
     columns = value_of(rows).shape[-1]
+    # Of these ``view`` could not infer how many there are.
+    if how.is_identity or known(columns == 0):
+        return rows
     rows = call(graph, aten.reshape.default, rows, [*how, columns])
     rows = call(graph, aten.permute.default, rows, [1, 0, 2, 3])
     rows = call(graph, aten.clone.default, rows, memory_format=torch.contiguous_format)

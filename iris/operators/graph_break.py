@@ -1,7 +1,7 @@
 """Graph breaks: torch.compile leaves these functions out of its graphs, and they run as they would without it.
 
-The host's calls look at addresses and streams, which a graph does not have. `iris.ccl.functional` and
-`iris.ops.functional` have what it does: operators.
+The host's calls look at addresses and streams, which a graph does not have. `iris.ccl.functional`,
+`iris.ops.functional` and `iris.experts.functional` have what it does: operators.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ import torch
 
 from iris.compat.subclasses import in_transform, is_fake, is_transformed, is_wrapper
 
-OPERATORS = "iris.ccl.functional and iris.ops.functional"
+OPERATORS = "iris.ccl.functional, iris.ops.functional and iris.experts.functional"
 
 
 def stand_in(tensor: torch.Tensor) -> str | None:

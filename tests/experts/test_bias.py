@@ -87,8 +87,9 @@ def refused(ctx, low_latency):
     for error, words, given in (
         (InvalidExpertsError, r"bias of shape \[7, 20\] and torch.float32; it got \[6, 20\]", {"bias": x[1:]}),
         (InvalidExpertsError, "it got .* of torch.float16", {"bias": (x, x.half())}),
-        (InvalidExpertsError, "a tensor, or a pair of them", {"bias": (x, x, x)}),
-        (InvalidExpertsError, "a tensor, or a pair of them", {"bias": 1.0}),
+        (InvalidExpertsError, "a tensor, or a tuple of two, and got a tuple of 3", {"bias": (x, x, x)}),
+        (InvalidExpertsError, "a tensor, or a tuple of two, and got a list of 2", {"bias": [x, x]}),
+        (InvalidExpertsError, "a tensor, or a tuple of two, and got a float", {"bias": 1.0}),
         (NotATensorError, "combine.. takes tensors", {"bias": (x, None)}),
         (WrongDeviceError, "bias of combine.. is on meta", {"bias": x.to("meta")}),
         (InvalidExpertsError, "16 bytes before its bias .* 560 bytes each", {"out": out, "bias": (x, across)}),

@@ -6,7 +6,7 @@ from covering import EVERYTHING, SAMPLED, thorough
 
 from experts.layers import ROUTINGS, K, Layer, M, both_forms, done_with, experts
 from iris.errors import InvalidExpertsError
-from iris.experts import functional
+from iris.experts import ExpertsConfig, functional
 
 
 def matrices(layer, which):
@@ -102,6 +102,9 @@ def mistake(ctx):
         functional.dispatch(x, ids, "mine")
     with pytest.raises(InvalidExpertsError, match=r"name_of\(\) takes what ctx.experts\(\) has made, and got 'mine'"):
         functional.name_of("mine")
+    for call in (lambda: functional.dispatch(x, ids, ep), lambda: functional.combine(x, ids, None, ep)):
+        with pytest.raises(InvalidExpertsError, match=r"experts=<ExpertParallel .* it is a name, .*name_of\(ep\)"):
+            call()
     name, many = functional.name_of(ep), ids.new_zeros(M + 1, K)
     for call in (
         lambda: functional.dispatch(x.new_zeros(M + 1, layer.hidden), many, name),
@@ -112,9 +115,33 @@ def mistake(ctx):
     done_with(ctx, ep)
 
 
+def mistake_of_rows(ctx):
+    """Nothing has begun: no memory is in use, and no rank waits for one that was refused."""
+    layer = Layer(ctx.num_ranks, torch.float32, ctx.device)
+    ep = experts(ctx, layer, ExpertsConfig(in_flight=1))
+    name, (x, ids, weights) = functional.name_of(ep), layer.inputs("random", 0, ctx.cur_rank)
+    rows, _, _ = functional.dispatch(x, ids, name)
+    refusals = {
+        "takes y of shape .*; it got .*float16": {"y": rows.half()},
+        r"takes y of shape \[": {"y": rows[1:]},
+        "takes topk_weights of shape": {"topk_weights": weights[:, 1:]},
+        "takes topk_ids of shape": {"topk_ids": ids.float()},
+        "takes one of 'expanded', 'compact'": {"layout": "flat"},
+    }
+    given = {"y": rows, "topk_ids": ids, "topk_weights": weights, "experts": name}
+    # By one rank alone, another one each time.
+    for number, (words, wrong) in enumerate(refusals.items()):
+        if ctx.cur_rank == number % ctx.num_ranks:
+            with pytest.raises(InvalidExpertsError, match=words):
+                functional.combine(**given | wrong)
+    assert torch.equal(functional.combine(**given), x * (weights * (ids >= 0)).sum(dim=1, keepdim=True))
+    done_with(ctx, ep)
+
+
 @pytest.mark.ranks(2)
-def test_mistakes_are_told(ranks, mistaken):
-    ranks.run(mistake)
+@pytest.mark.parametrize("worker", [mistake, mistake_of_rows])
+def test_mistakes_are_told(ranks, mistaken, worker):
+    ranks.run(worker)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

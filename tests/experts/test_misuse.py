@@ -1,5 +1,6 @@
 """What dispatch and combine cannot do is said before anything is enqueued, on the rank that asked for it."""
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -20,7 +21,7 @@ from iris.errors import (
     TooManyInFlightError,
     WrongDeviceError,
 )
-from iris.experts import ExpertsConfig, calls, checks
+from iris.experts import ExpertsConfig, calls, checks, memory
 
 T, H, MOST, E = 4, 20, 7, 3
 X, IDS, WEIGHTS = torch.zeros(T, H), torch.zeros(T, K, dtype=torch.int64), torch.zeros(T, K)
@@ -61,7 +62,8 @@ COMBINES = {
     "other weights": (InvalidExpertsError, "topk_weights of shape", {"topk_weights": WEIGHTS[1:]}),
     "another result": (InvalidExpertsError, r"out of shape \[4, 20\]", {"out": X[1:]}),
     "a result by columns": (InvalidExpertsError, r"strides are \(1, 4\)", {"out": torch.zeros(H, T).T}),
-    "nothing received": (InvalidExpertsError, "has returned, and None is none", {"received": None}),
+    "nothing received": (InvalidExpertsError, "has returned, and got None", {"received": None}),
+    "rows for what was received": (InvalidExpertsError, "has returned, and got a Tensor", {"received": X}),
 }
 
 
@@ -120,6 +122,32 @@ def test_combine(alone, case):
     ep.combine(received.rows, received)
 
 
+@pytest.mark.parametrize("row", [0, 3, E * MOST - T])
+def test_a_result_where_rows_are(alone, row):
+    """They are added up after others have been written."""
+    ep = layer_of(alone)
+    received = ep.dispatch(**on(alone.device, {"x": X, "topk_ids": IDS}))
+    out = received.rows.flatten(0, -2)[row : row + T]
+    refused(
+        InvalidExpertsError,
+        "an out that overlaps its y",
+        ep.combine,
+        {"y": received.rows, "received": received, "out": out},
+    )
+    # Of rows that a program has made elsewhere it may be there.
+    ep.combine(received.rows.clone(), received, out=out)
+
+
+def test_what_nobody_has_waited_for_is_not_combined(alone):
+    ep = layer_of(alone)
+    pending = ep.dispatch(**on(alone.device, {"x": X, "topk_ids": IDS}), async_op=True)
+    refused(
+        InvalidExpertsError, r"call wait\(\) of <PendingCall of dispatch", ep.combine, {"y": X, "received": pending}
+    )
+    received = pending.wait()
+    ep.combine(received.rows, received)
+
+
 def test_what_a_dispatch_returns_is_used_once_and_by_its_own(alone):
     ep, other = layer_of(alone), layer_of(alone)
     given = on(alone.device, {"x": X, "topk_ids": IDS})
@@ -149,12 +177,17 @@ SIZES = {"num_experts": 4, "hidden": 8, "max_tokens": 2, "top_k": 2}
         (InvalidExpertsError, "at most 4 of 4", {"top_k": 5}),
         (InvalidExpertsError, "at most 4096", {"num_experts": 4097}),
         (InvalidExpertsError, "by 32 bits", {"max_tokens": 1 << 30}),
+        (
+            InvalidExpertsError,
+            "would set .* TiB .* aside on each rank.* for 2 in flight, with rows in 'expanded' and 'compact'",
+            {"max_tokens": 1 << 24, "hidden": 1 << 20},
+        ),
         (InvalidExpertsError, "bfloat16, torch.float16 or", {"dtype": torch.int8}),
         (InvalidExpertsError, "bfloat16, torch.float16 or", {"dtype": "bf16"}),
         (InvalidConfigError, "iris.experts.ExpertsConfig, or None", {"config": "fast"}),
         (
             InvalidConfigError,
-            "up to 32768 tokens .*; max_tokens is 32769",
+            "up to 32768 tokens of .* A host has 1 ranks here, .* hosts, 32769,",
             {"max_tokens": 32769, "config": ExpertsConfig(low_latency=True)},
         ),
     ],
@@ -214,7 +247,50 @@ def ranks_differ(ctx):
     refused(InvalidExpertsError, "a multiple of 2", ctx.experts, SIZES | {"num_experts": 5})
 
 
+def one_rank_calls_differently(ctx):
+    """With IRIS_DEBUG=1 all say what each has called, in the words of the call; and nothing has begun."""
+    layer = Layer(ctx.num_ranks, torch.float32, ctx.device, hidden=256)
+    ep, here = experts(ctx, layer, ExpertsConfig(in_flight=1)), ctx.cur_rank == 0
+    x, ids, weights = layer.inputs("random", 0, ctx.cur_rank)
+    cases = {
+        "quantize='fp8_block128', 2 scales a row; .*quantize=None, 0 scales": {"quantize": "fp8_block128"},
+        "quantize=None, 1 scales a row; rank 1 calls .*torch.float32, quantize=None, 0 scales": {
+            "x": x.to(torch.float8_e5m2),
+            "x_scales": torch.ones(len(x), 1, device=ctx.device),
+        },
+        "no weights, .* weights given": {"topk_weights": None},
+        "layout='compact', .* layout='expanded'": {"layout": "compact"},
+    }
+    with mock.patch.object(calls, "DEBUGGING", True):
+        for words, other in cases.items():
+            given = {"x": x, "topk_ids": ids, "topk_weights": weights} | (other if here else {})
+            with pytest.raises(MismatchedCollectiveError, match=words):
+                ep.dispatch(**given)
+        received = ep.dispatch(x, ids, weights)
+        out = ep.combine(layer.through_experts(received, ep.first_expert), received)
+    assert torch.equal(out.double(), layer.expected("random", 0, ctx.cur_rank, True))
+    done_with(ctx, ep)
+
+
+def one_rank_has_no_room(ctx):
+    """None has them then, and all may ask for less."""
+    here = ctx.cur_rank == ctx.num_ranks - 1
+    full = mock.patch.object(memory, "keep", side_effect=torch.OutOfMemoryError("out of memory"))
+    words = "^out of memory" if here else f"rank {ctx.num_ranks - 1} could not set memory aside for experts: .*OutOfMem"
+    with full if here else contextlib.nullcontext():
+        with pytest.raises(torch.OutOfMemoryError if here else PeerFailedError, match=words):
+            ctx.experts(**SIZES)
+    ep = ctx.experts(**SIZES | {"dtype": torch.float32})
+    x, ids = torch.ones(2, 8, device=ctx.device), torch.arange(2, device=ctx.device).expand(2, 2)
+    received = ep.dispatch(x, ids)
+    assert (ep.combine(received.rows, received) == 2).all()
+    done_with(ctx, ep)
+
+
 @pytest.mark.ranks(2, exactly=True)
-@pytest.mark.parametrize("worker", [one_rank_errs, numbers_are_not_looked_at, ranks_differ])
+@pytest.mark.parametrize(
+    "worker",
+    [one_rank_errs, numbers_are_not_looked_at, ranks_differ, one_rank_calls_differently, one_rank_has_no_room],
+)
 def test_one_of_two_ranks(ranks, worker):
     ranks.run(worker)

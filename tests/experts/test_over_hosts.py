@@ -16,6 +16,7 @@ from experts import (
     test_bias,
     test_fp8,
     test_functional,
+    test_misuse,
     test_num_tokens,
     test_options_together,
     test_padding,
@@ -138,6 +139,49 @@ def test_a_whole_layer(ranks, narrow):
         ranks.run(over_hosts, ranks.hosts, test_experts_mlp.results, "uneven", BF16, "silu_and_mul", True)
 
 
+def storages(tensors):
+    return {each.untyped_storage().data_ptr() for each in tensors}
+
+
+def kept(ctx, quantize, counted):
+    """What rails move, and what comes after them reads, is kept until `wait`, and for the stream that waits."""
+    layer = Layer(ctx.num_ranks, BF16, ctx.device, hidden=256)
+    ep = experts(ctx, layer, ExpertsConfig(layouts=("compact",)))
+    rail, pend, moved, used = ep._calls._rail, ep._calls._pend, [], []
+
+    def transfer(*given, **how):
+        moved.extend([*how["sent"], *how["received"]])
+        return type(rail)._transfer(rail, *given, **how)
+
+    def spy(call, tensors, receive):
+        used.extend(tensors)
+        return pend(call, tensors, receive)
+
+    with mock.patch.object(rail, "_transfer", transfer), mock.patch.object(ep._calls, "_pend", spy):
+        for round in range(3):
+            x, ids, weights = layer.inputs("random", round, ctx.cur_rank)
+            count = torch.tensor([len(x)], dtype=torch.int32, device=ctx.device) if counted else None
+            given = {"quantize": quantize, "num_tokens": count, "layout": "compact"}
+            pending = ep.dispatch(x, ids, weights, **given, async_op=True)
+            assert moved and storages(moved) <= storages(used)
+            received = pending.wait()
+            assert not counted or storages([received._num_tokens_there]) <= storages(used)
+            used.clear()
+            moved.clear()
+            pending = ep.combine(torch.zeros_like(received.rows, dtype=BF16), received, async_op=True)
+            assert moved and storages(moved) <= storages(used)
+            used.clear()
+            moved.clear()
+            pending.wait()
+    done_with(ctx, ep)
+
+
+@pytest.mark.ranks(*FEWER_HOSTS)
+@pytest.mark.parametrize(("quantize", "counted"), [(None, False), ("fp8_block128", True)])
+def test_what_rails_move_is_kept(ranks, quantize, counted):
+    ranks.run(kept, quantize, counted)
+
+
 def of_a_group(ctx, hosts):
     """The last local ranks of all hosts have a group of their own; others, meanwhile, nothing to do."""
     members = sorted(hosts.ranks_of(host)[-1] for host in range(hosts.hosts))
@@ -211,5 +255,6 @@ def refused(ctx):
 
 
 @pytest.mark.ranks(Hosts(2, 2, dealt=True))
-def test_what_is_refused(ranks):
-    ranks.run(refused)
+@pytest.mark.parametrize("worker", [refused, test_misuse.one_rank_has_no_room])
+def test_what_is_refused(ranks, worker):
+    ranks.run(worker)

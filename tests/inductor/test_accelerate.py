@@ -1,11 +1,15 @@
 """`iris.accelerate` from end to end: what Inductor makes of a model, whatever carries the group's collectives."""
 
+import sys
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import iris
+from iris.errors import InvalidArgumentError, MissingPartError
 from iris.inductor import FusionReport, compile_options, fusion_report
 
 H, INSIDE = 64, 32
@@ -104,6 +108,25 @@ def compare_parities(ctx):
 @pytest.mark.ranks(4, exactly=True)
 def test_the_ranks_are_those_of_the_group(ranks):
     ranks.run(compare_parities)
+
+
+@pytest.mark.parametrize("model", [torch.nn.functional.relu, "llama", nn.Linear, [nn.Linear(2, 2)], True])
+def test_what_is_no_module_is_refused(model):
+    """Before anything is put in place."""
+    accelerate = sys.modules[iris.accelerate.__module__]
+    with mock.patch.object(accelerate, "_registered", []) as registered:
+        with pytest.raises(InvalidArgumentError, match=r"torch.nn.Module, and got .*call iris.accelerate\(\) and then"):
+            iris.accelerate(model)
+    assert registered == []
+
+
+def test_a_part_of_torch_that_is_missing_is_named_each_time():
+    accelerate = sys.modules[iris.accelerate.__module__]
+    missing = mock.patch.object(accelerate, "add_graph_pass", side_effect=MissingPartError("it", "to fuse"))
+    with mock.patch.object(accelerate, "_registered", []), missing:
+        for _ in range(2):
+            with pytest.raises(MissingPartError):
+                iris.accelerate()
 
 
 def test_the_report_says_what_was_fused_and_what_not():

@@ -112,32 +112,35 @@ def test_an_extent_that_a_reshape_leaves_to_torch(ranks):
 # Another one on each rank ---------------------------------------------------------------------------------------------
 
 
-def compare_uneven(ctx):
+def compare_uneven(ctx, shape, dim):
     """Of weights that are split unevenly, in the rows or columns that no collective moves, and then evenly again."""
     group, me, W = dist.new_group(backend="cuda:iris"), ctx.cur_rank, ctx.num_ranks
-    x = random(ctx, (2 * W, K))
+    x = random(ctx, shape)
 
     def mlp(x, up, down):
-        hidden = torch.tanh(funcol.all_gather_tensor_autograd(x, 0, group) @ up)
-        part = funcol.reduce_scatter_tensor(hidden @ down, "sum", 0, group)
+        hidden = torch.tanh(funcol.all_gather_tensor_autograd(x, dim, group) @ up)
+        part = funcol.reduce_scatter_tensor(hidden @ down, "sum", dim, group)
         return part + 1, funcol.all_reduce(hidden @ down, "sum", group)
 
-    for turn, inside in enumerate([[5, 3, 0][:W], [5] * W]):
+    # The last rank has none.
+    for turn, inside in enumerate([[5, 3, 0][-W:], [5] * W]):
         report = FusionReport()
         up = random(ctx, [(K, each) for each in inside], 1 + turn)
         down = random(ctx, [(each, H) for each in inside], 5 + turn)
         with torch.no_grad():
             # The two products are one for the compiler.
             part, total = compiled(mlp, report)(x[me], up[me], down[me])
-        exact = sum(torch.tanh(torch.cat(x).double() @ a.double()) @ b.double() for a, b in zip(up, down, strict=True))
-        torch.testing.assert_close(part.double(), exact.chunk(W)[me] + 1, rtol=1e-5, atol=1e-5)
+        whole = torch.cat(x, dim).double()
+        exact = sum(torch.tanh(whole @ a.double()) @ b.double() for a, b in zip(up, down, strict=True))
+        torch.testing.assert_close(part.double(), exact.chunk(W, dim)[me] + 1, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-5)
         assert report.fused("all_gather + product") == 1, str(report)
 
 
 @pytest.mark.ranks(*((2, 3) if EVERYTHING else (2,)))
-def test_weights_that_are_split_unevenly(ranks):
-    ranks.run(compare_uneven)
+@pytest.mark.parametrize(("shape", "dim"), [((4, K), 0), ((3, 2, K), 1)])
+def test_weights_that_are_split_unevenly(ranks, shape, dim):
+    ranks.run(compare_uneven, shape, dim)
 
 
 def compare_plan(ctx):

@@ -136,6 +136,50 @@ def test_gradients_are_those_without_the_operator(ranks, norm):
     ranks.run(compare_gradients, norm)
 
 
+def parts_of_one(part, weight):
+    """What is summed, and the residual, in which every row but one is a row of it."""
+    both = torch.tanh(part)
+    return both[:-1], both[1:], weight
+
+
+def the_same(part, weight):
+    both = torch.tanh(part)
+    return both, both, weight
+
+
+def a_weight_that_is_a_row(part, weight):
+    """Of a sum that has but one."""
+    weight = torch.tanh(weight)
+    return part[:1], weight[None], weight
+
+
+def compare_shared(ctx, given, quantise):
+    group, report = dist.new_group(backend="cuda:iris"), FusionReport()
+
+    def layer(part, weight):
+        part, residual, weight = given(part, weight)
+        x = residual + functional(part, group)
+        normed = of_torch(x, weight)
+        return (*by_token(normed), x) if quantise else (normed * 2, x)
+
+    parts, _, weight = values(ctx, torch.float32, 9)
+    part = parts[ctx.cur_rank].flatten(0, 1)
+    with torch.no_grad():
+        results, expected = compiled(layer, report)(part, weight), layer(part, weight)
+    for result, exact in zip(results, expected, strict=True):
+        tolerance = 0.15 if result.dtype == FP8 else 1e-4
+        torch.testing.assert_close(result.float(), exact.float(), rtol=tolerance, atol=tolerance)
+    expect(report, {"all_reduce + residual + RMSNorm" + " + fp8" * quantise: 1})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("quantise", [False, True])
+@pytest.mark.parametrize("given", [parts_of_one, the_same, a_weight_that_is_a_row])
+def test_a_residual_may_share_memory_with_what_is_read(ranks, given, quantise):
+    """The operator writes over it."""
+    ranks.run(compare_shared, given, quantise)
+
+
 FP8 = torch.float8_e4m3fn
 
 

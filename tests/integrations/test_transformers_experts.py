@@ -1,5 +1,8 @@
 """A layer of experts of transformers on `ctx.experts`: results and all gradients are those of one process."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from integrations.models import EACH, MOST, H, Meshes, experts_of, inputs, near, registered, share_out
 from iris.distributed.contexts import context_of
-from iris.errors import InvalidExpertsError, InvalidGroupError
+from iris.errors import InvalidExpertsError, InvalidGroupError, PeerFailedError
 from iris.integrations.transformers import register
 from iris.integrations.transformers.usual_form import has_usual_form
 
@@ -102,9 +105,29 @@ def groups_come_and_go(ctx):
     assert other is not context and context.heap.closed
 
 
+def layers_come_and_go(ctx):
+    """What layers share does not keep the context of a group that is gone."""
+    experts, meshes = experts_of("usual", ctx.num_ranks).to(ctx.device), Meshes(ctx, "shared", None)
+    group = meshes.experts.get_group()
+    with registered():
+        layers = [share_out(experts, meshes) for _ in range(2)]
+    with torch.no_grad():
+        one, other = (layer(*(each.to(ctx.device) for each in inputs(0, 0, ctx.num_ranks, 3))) for layer in layers)
+    assert torch.equal(one, other)
+    context = context_of(group, ctx.device)
+    assert len(context._experts._open) == 1
+    gone = weakref.ref(context)
+    dist.destroy_process_group(group)
+    del layers, meshes, group, context
+    context_of(dist.new_group(), ctx.device)
+    gc.collect()
+    assert gone() is None
+
+
 @pytest.mark.ranks(2)
-def test_a_context_lives_as_long_as_its_group(ranks):
-    ranks.run(groups_come_and_go)
+@pytest.mark.parametrize("worker", [groups_come_and_go, layers_come_and_go])
+def test_a_context_lives_as_long_as_its_group(ranks, worker):
+    ranks.run(worker)
 
 
 def misuse(ctx):
@@ -112,6 +135,10 @@ def misuse(ctx):
     with registered(max_tokens=MOST):
         own = share_out(experts, meshes)
     given = [each.to(ctx.device) for each in inputs(0, ctx.cur_rank, ctx.num_ranks, MOST + 1)]
+    # In a first forward the ranks meet, so that the others know of it.
+    too_many = r"has 9 tokens on this rank, .* for 8 each"
+    with pytest.raises(InvalidExpertsError if ctx.cur_rank else PeerFailedError, match=too_many):
+        own(*(given if ctx.cur_rank else (each[:1] for each in given)))
     own(*(each[:1] for each in given))
     with pytest.raises(InvalidExpertsError, match=r"has 9 tokens on this rank, .* for 8 each.*register\(max_tokens="):
         own(*given)

@@ -35,8 +35,10 @@ LEAST_ROOM = 8
 # One in flight, since each call ends with its combine; compact rows, one after the other, as grouped products take.
 CONFIG = ExpertsConfig(in_flight=1, layouts=("compact",), alignment=1)
 
-# Layers of one shape share memory. Of a context: those of a number of experts, a room, a row, top k and a dtype.
-_made: "weakref.WeakKeyDictionary[Iris, dict[tuple, ExpertParallel]]" = weakref.WeakKeyDictionary()
+# Layers of one shape share memory. Of a context, which keeps them: those of a number of experts, a room, a row, top k
+# and a dtype.
+_made: "weakref.WeakKeyDictionary[Iris, weakref.WeakValueDictionary[tuple, ExpertParallel]]"
+_made = weakref.WeakKeyDictionary()
 
 
 class IrisEP(EPImplementation):
@@ -101,13 +103,8 @@ class IrisEP(EPImplementation):
         Raises `InvalidExpertsError` where they are more than the ranks have agreed on.
         """
         if not self.shares_batch:
-            if self._room is not None and tokens > self._room:
-                raise InvalidExpertsError(
-                    f"A forward has {tokens} tokens on this rank, and the ranks of the experts have set memory aside "
-                    f"for {self._room} each. They have different batches, so none can set aside more alone: say how "
-                    "many a rank may have, iris.integrations.transformers.register(max_tokens=...), before the model "
-                    "is made."
-                )
+            if self._room is not None:
+                check_room(tokens, self._room)
             return self._room or 0
         room = LEAST_ROOM
         while room < tokens:
@@ -119,7 +116,10 @@ class IrisEP(EPImplementation):
         """The name of experts with room for these tokens. Collective over the ranks of the experts."""
         context = context_of(self.ep_mesh.get_group(), x.device)
         if not self.shares_batch and self._room is None:
-            self._room = self._max_tokens or agree(context, tokens)
+            room = self._max_tokens or agree(context, tokens)
+            # Together: whoever has too many tokens would leave the others waiting for it below.
+            context._group(None).agree(lambda: check_room(tokens, room), "make the first forward of its experts")
+            self._room = room
         room = self._room_for(tokens)
         asked = {
             "num_experts": self.num_local_experts * self.ep_mesh.size(),
@@ -128,12 +128,23 @@ class IrisEP(EPImplementation):
             "top_k": top_k,
             "dtype": x.dtype,
         }
-        made = _made.setdefault(context, {})
+        made = _made.setdefault(context, weakref.WeakValueDictionary())
         key = tuple(asked.values())
-        if key not in made:
-            made[key] = context.experts(**asked, config=CONFIG)
-        name = self._named[room, x.dtype] = functional.name_of(made[key])
+        experts = made.get(key)
+        if experts is None:
+            experts = made[key] = context.experts(**asked, config=CONFIG)
+        name = self._named[room, x.dtype] = functional.name_of(experts)
         return name
+
+
+def check_room(tokens: int, room: int) -> None:
+    """Raise if a forward has more tokens on this rank than the ranks of the experts have agreed on."""
+    if tokens > room:
+        raise InvalidExpertsError(
+            f"A forward has {tokens} tokens on this rank, and the ranks of the experts have set memory aside for "
+            f"{room} each. They have different batches, so none can set aside more alone: say how many a rank may "
+            "have, iris.integrations.transformers.register(max_tokens=...), before the model is made."
+        )
 
 
 def agree(context: Iris, tokens: int) -> int:
