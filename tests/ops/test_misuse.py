@@ -36,10 +36,12 @@ ALIGNED = {
     role: torch.zeros(shape, dtype=torch.float16) for role, shape in (("out", (8, 8)), ("A", (8, 16)), ("B", (16, 8)))
 }
 CASES = {
-    "no tensor": (NotATensorError, "matmul_all_reduce.. takes tensors", {"A": None}, {}),
+    "no tensor": (NotATensorError, r"matmul_all_reduce\(A=\) takes a tensor, .* NoneType", {"A": None}, {}),
+    "a number as scale": (NotATensorError, r"\(scale_b=\) takes a tensor, .* float: 2.0", {}, {"scale_b": 2.0}),
     "a sparse tensor": (InvalidCollectiveError, r"x.to_dense\(\)", {"A": torch.zeros(A).to_sparse()}, {}),
     "dimensions": (InvalidCollectiveError, "two dimensions", {"A": (2, 8, 6)}, {}),
     "inner size": (InvalidCollectiveError, "as many rows as A has columns, 6", {"B": (5, 4)}, {}),
+    "a weight": (InvalidCollectiveError, "columns, 6; of a weight .* give weight.t", {"B": (4, 6)}, {}),
     "result": (InvalidCollectiveError, r"out has to be \[8, 4\]", {"out": (4, 4)}, {}),
     "integers": (InvalidCollectiveError, "fp8, fp16, bf16 or fp32", {"A": torch.zeros(A, dtype=torch.int32)}, {}),
     "dtypes": (InvalidCollectiveError, "one dtype", {"A": torch.zeros(A, dtype=torch.float16)}, {}),
@@ -166,6 +168,10 @@ def overlapping(ctx):
         ctx.ops.matmul_all_reduce(whole[:32].view(8, 4), whole[16:64].view(8, 6), torch.zeros(B, device=ctx.device))
     with pytest.raises(InvalidCollectiveError, match="out and B overlap"):
         ctx.ops.matmul_all_reduce(whole[:32].view(8, 4), torch.zeros(A, device=ctx.device), whole[16:40].view(6, 4))
+    given = [torch.zeros(shape, device=ctx.device) for shape in (OUT, A, B)]
+    for role, length in (("bias", 4), ("scale_a", 8), ("scale_b", 4)):
+        with pytest.raises(InvalidCollectiveError, match=f"out and {role} overlap"):
+            ctx.ops.matmul_all_reduce(*given, **{role: given[0].flatten()[-length:]}, config=FusedConfig())
     whole = torch.rand(8, 12, device=ctx.device)
     for columns_of_out, columns_of_a in ((slice(5, 9), slice(6)), (slice(4), slice(3, 9))):
         with pytest.raises(InvalidCollectiveError, match="out and A overlap"):
