@@ -91,7 +91,17 @@ def wrong_results(ctx, dtype):
         call = collectives.iris_calls(ctx, operands, None)[collective]
         reason, error = collectives.check(ctx, collective, operands, call, 256)
         assert not reason
-        if collective in collectives.SUMS and dtype.is_floating_point:
+        got = operands.part if collective == "reduce_scatter" else operands.out
+
+        def spoilt(call=call, got=got):
+            call()
+            got[-1] += got[-1] * 2**-7 if dtype.is_floating_point else 1
+
+        # Of what is moved, and of whole numbers, the last bit counts.
+        rounds = collective in collectives.SUMS and dtype.is_floating_point
+        reason = collectives.check(ctx, collective, operands, spoilt, 256).reason
+        assert reason == ("" if rounds else "wrong result")
+        if rounds:
             # Rounded once; two or three numbers may do without.
             assert error <= torch.finfo(dtype).eps and (error > 0 or dtype != torch.bfloat16)
         else:
