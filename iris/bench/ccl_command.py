@@ -1,5 +1,6 @@
 """``python -m iris bench ccl``: what it prints and writes."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -24,6 +25,9 @@ from iris.errors import InvalidValueError, SeveralHostsError
 # In the simulator a MiB takes seconds.
 SIZES_SIMULATED = tuple(KiB << 10 for KiB in (1, 8, 32, 128))
 SIZES = (*SIZES_SIMULATED, *(KiB << 10 for KiB in (512, 2048, 8192, 65536, 262144)))
+
+# What has no part that runs on CPUs.
+ON_GPUS = {"nccl windows", "torch"}
 
 
 def run(
@@ -68,7 +72,7 @@ def run_on_rank(
         beside = list(libraries or by_default(hosts, on_gpu))
         check_choice(beside, sms, hosts)
         rows: list[measuring.Row] = []
-        total = len(chosen) * len(bytes_) * len(sms) * len(beside)
+        total = len(bytes_) * sum(measuring.has(*case) for case in itertools.product(beside, chosen, sms))
         console = Console(stderr=True, quiet=ctx.cur_rank > 0)
         with Progress(console=console) as progress:
             task = progress.add_task("collectives", total=total)
@@ -110,6 +114,11 @@ def check_choice(libraries: Sequence[str], sms: Sequence[int], num_hosts: int) -
         raise InvalidValueError(
             f"--library {steps!r} measures the steps that Iris has over several hosts, and these ranks are on one. Ask "
             "for iris, which is all that Iris does here, or start ranks on several hosts with torchrun --nnodes."
+        )
+    for library in ON_GPUS.intersection(libraries) if simulator.ACTIVE else ():
+        raise InvalidValueError(
+            f"--library {library!r} measures memory that GPUs share, and the simulator has none. Ask for iris, "
+            "'iris gluon', or nccl, which is Gloo here."
         )
     if simulator.ACTIVE and any(sms) and "nccl" in libraries:
         raise InvalidValueError(
@@ -163,4 +172,5 @@ def show(rows: list[measuring.Row]) -> None:
                 error = "" if row.error is None else f"; {row.error:.2g}"
                 line.append(row.reason or f"{row.microseconds:.2f} ({row.bus_GBps:.0f}{error})")
         table.add_row(collective, kib(nbytes), str(limit or "own"), *line)
-    Console(width=150).print(table)
+    # What a library says may have brackets, which are no markup.
+    Console(width=150, markup=False).print(table)

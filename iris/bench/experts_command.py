@@ -104,4 +104,5 @@ def show(rows: list[measuring.Row]) -> None:
         called = row.reason if row.call_microseconds is None else f"{row.call_microseconds:.1f}"
         limit = "-" if row.library == "torch" else str(row.sms or "own")
         table.add_row(str(row.tokens), row.library, row.layout or "-", limit, in_graph, rate, called)
-    Console(width=150).print(table)
+    # What a library says may have brackets, which are no markup.
+    Console(width=150, markup=False).print(table)
