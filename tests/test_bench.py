@@ -22,6 +22,7 @@ from iris.ccl import Config
 from iris.ccl.algorithms import ALGORITHMS, candidates
 from iris.ccl.select import ELSEWHERE, Choice, choose, name_in_table
 from iris.errors import InvalidCountError, InvalidTableError
+from iris.machine import tables
 
 KIB = 1 << 10
 # MiB of a GPU that a group of several ranks may take when it is first used.
@@ -260,6 +261,15 @@ def test_few_multiprocessors_have_rows_of_their_own():
 def test_a_table_without_an_end_says_so():
     with pytest.raises(InvalidTableError, match="no row of broadcast for 2048 bytes.*exchange"):
         choose({"broadcast": [Choice(KIB, "exchange", None)]}, "broadcast", 2 * KIB, Config(), {"exchange"})
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"a GPU": 3}', b"\xff"])
+@pytest.mark.parametrize("name", [tables.COLLECTIVES, tables.OPERATIONS])
+def test_a_file_that_is_no_table_is_told_before_anything_is_measured(name, content, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "iris", lambda size: pytest.fail("measures"))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidTableError, match=f"{tmp_path / name} is no table that Iris can add to: .* Remove it"):
+        tune.run([KIB], tmp_path)
 
 
 def test_tables_are_added_to_a_file(tmp_path):

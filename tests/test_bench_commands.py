@@ -127,6 +127,23 @@ def test_other_measurements_start_as_many_as_they_are_told(command, tmp_path):
         assert (tmp_path / "out" / "collectives_1.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [("", [8 << i for i in range(16)]), ("--smallest 1 --largest 1", [1]), ("--smallest 3 --largest 13", [3, 6, 12])],
+)
+def test_sizes_that_are_tuned(options, sizes, monkeypatch):
+    given = []
+    monkeypatch.setattr(ranks_of_a_bench, "number", lambda asked: asked)
+    monkeypatch.setattr(ranks_of_a_bench, "run", lambda num_ranks, work, sizes, out: given.append(sizes))
+    assert CliRunner().invoke(commands, ["tune", *options.split()]).exit_code == 0
+    assert given == [[size * KIB for size in sizes]]
+
+
+def test_the_largest_size_is_no_less_than_the_smallest():
+    result = CliRunner().invoke(commands, ["tune", "--smallest", "8", "--largest", "4"])
+    assert result.exit_code == 2 and "--largest 4 is less than --smallest 8; give 8 or more" in result.output
+
+
 @pytest.mark.parametrize(("gpus", "asked", "words"), [(0, "", "cannot start any: there are 0 GPUs"),
                                                       (2, "-r 3", "cannot start 3: there are 2 GPUs")])  # fmt: skip
 @pytest.mark.parametrize("command", ["bench ccl", "bench ops", "bench memory", "tune"])
