@@ -23,6 +23,11 @@ GATHERS_ROWS, GATHERS_COLUMNS = GATHERS_A = ("all_gather_matmul", "all_gather_ma
 OPERATIONS = (*GATHERS_A, "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
+def title_of(name: str) -> str:
+    """The operation of this name as its caller writes it, for errors."""
+    return f"{GATHERS_ROWS}(gather_dim='k')" if name == GATHERS_COLUMNS else f"{name}()"
+
+
 def check_tensors(name: str, given: Mapping[str, object]) -> None:
     """Raise unless these are tensors with memory of their own, by their roles."""
     for role, tensor in given.items():
@@ -62,9 +67,14 @@ class Call(NamedTuple):
     gathered: torch.Tensor | None = None
 
     @property
+    def method(self) -> str:
+        """That of ``ctx.ops``."""
+        return GATHERS_ROWS if self.name == GATHERS_COLUMNS else self.name
+
+    @property
     def title(self) -> str:
         """The operation as its caller writes it, for errors."""
-        return "all_gather_matmul(gather_dim='k')" if self.name == GATHERS_COLUMNS else f"{self.name}()"
+        return title_of(self.name)
 
     @property
     def scaled(self) -> bool:

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 
 from iris.ccl.protocols import CollectivesContext
-from iris.cuda_graphs.capture import GraphLine, Line, Lines, outside_captures, refuse_in_capture
+from iris.cuda_graphs.capture import GraphLine, Line, Lines, outside_captures
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.ops.arena import COUNT_BYTES, Arena
 from iris.ops.buffers import Buffers, Needs
+from iris.ops.call import title_of
 from iris.ops.counts import MOST_RANKS
 
 # By how much the data of an arena grow at least: of numbers of rows that rise one by one, few are too large for it.
@@ -49,8 +50,7 @@ class Workspaces:
     # What is made in inference mode could not be written outside it.
     @torch.inference_mode(False)
     def make(self, needs: Needs) -> Buffers:
-        """For calls of one kind that will be given it. Collective; blocks the host."""
-        refuse_in_capture(f"{needs.kind[0]}_preamble()")
+        """For calls of one kind that will be given it. Collective; blocks the host. Not in the capture of a graph."""
         return self._make(needs.count_bytes, needs.data_bytes).take(needs)
 
     def check(self, name: str, given: Any, kind: tuple | None) -> None:
@@ -120,7 +120,7 @@ class Workspaces:
         """
         eager = {kind: buffers.needs for (kind, of), buffers in self._used.items() if not isinstance(of, GraphLine)}
         if needs.kind not in eager:
-            raise FirstUseInCaptureError(f"{needs.kind[0]}() of this shape")
+            raise FirstUseInCaptureError(f"{title_of(needs.kind[0])} of this shape")
         if line not in self._arenas or not self._arenas[line].has_room(needs):
             count_bytes = sum(each.count_bytes for each in eager.values())
             with outside_captures(self._context.device):
