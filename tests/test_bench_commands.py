@@ -43,6 +43,7 @@ KIB = 1 << 10
      ("ccl --library iris --library 'nccl windows'", "--library 'nccl windows' measures memory that GPUs share"),
      ("model --way 'nccl all-to-all'", "nccl all-to-all is for training a mixture of experts. Give --mode train"),
      ("model --mode train --way 'nccl all-to-all'", "Nothing to measure: nccl all-to-all is for training"),
+     *((f"{command} --out {__file__}", "is a file") for command in ("ccl", "ops", "experts", "model")),
      (f"ops --floors {__file__}", "is not JSON that can be read: "), ("ccl --floors /", "is a directory")],
 )  # fmt: skip
 def test_options_that_make_no_sense(command, words, monkeypatch):
