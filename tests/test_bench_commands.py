@@ -65,6 +65,17 @@ def test_floors_that_are_none_are_told_before_anything_is_measured(floors, tmp_p
         assert result.exit_code == 2 and "has no floors. They are numbers by device" in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_compared_with_floors_is_of_bf16(dtype):
+    sum_ = collectives.Row("all_reduce", dtype, 1536, 0, "iris", 4.5, 1.0)
+    product = operations.Row("matmul_all_reduce", 8, 16, 32, dtype, "iris", 5.5)
+    pair = experts.Row(8, 256, 12, 2, dtype, "compact", 0, experts.FP8, 6.5, 7.5, 1.0)
+    found = ccl_command.figures([sum_]), ops_command.figures([product]), experts_command.figures([pair])
+    names = "all_reduce_1.5KiB_us", "matmul_all_reduce_8x16x32_us", "pair_8x256_us"
+    of_bf16 = tuple({name: time} for name, time in zip(names, (4.5, 5.5, 6.5), strict=True))
+    assert found == (of_bf16 if dtype == "bfloat16" else ({}, {}, {}))
+
+
 SAID = "RuntimeError: [/gloo/pair.cc:525] closed, [red]"
 
 
