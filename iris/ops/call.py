@@ -139,7 +139,7 @@ class Call(NamedTuple):
         if a.dtype in FNUZ and a.is_cuda and not torch.version.hip:
             return f"{a.dtype} is for AMD's CDNA3"
         if self.name == GATHERS_COLUMNS and a.shape[1] * size != b.shape[0]:
-            return f"B needs as many rows as the A of all ranks have columns, {a.shape[1] * size}"
+            return f"B needs as many rows as the A of all ranks has columns, {a.shape[1] * size}"
         if self.name != GATHERS_COLUMNS and a.shape[1] != b.shape[0]:
             transposed = "; of a weight as torch.nn.Linear has it, give weight.t()" if a.shape[1] == b.shape[1] else ""
             return f"B needs as many rows as A has columns, {a.shape[1]}{transposed}"

@@ -35,7 +35,8 @@ class Operations(Products):
 
     Before anything is enqueued they raise `NotATensorError`, `WrongDeviceError`, `InvalidCollectiveError` (shapes and
     dtypes that do not fit together), `InvalidConfigError` (a configuration that cannot do it), `WorkspaceTooSmallError`
-    and `HeapClosedError` (a workspace for other calls, or closed), or `FirstUseInCaptureError`.
+    and `HeapClosedError` (a workspace for other calls, or closed), `MismatchedCollectiveError` (on all ranks, where
+    these meet and do not ask for the same memory), or `FirstUseInCaptureError`.
     """
 
     def __init__(self, context: CollectivesContext) -> None:

@@ -16,6 +16,7 @@ from iris.errors import (
     WrongDeviceError,
 )
 from iris.ops import FusedConfig, normalisation, products, workspaces
+from ops.products import OPERATIONS
 
 OUT, A, B = (8, 4), (8, 6), (6, 4)
 
@@ -290,6 +291,37 @@ def differ(ctx, what):
         assert (out == 6 * ctx.num_ranks).all()
     finally:
         products.DEBUGGING = normalisation.DEBUGGING = False
+
+
+def differ_in_size(ctx, name, earlier):
+    """Of a first call, or of one that is larger than what there is: what ranks ask for is all that is compared."""
+    rank, b = ctx.cur_rank, torch.ones(16, 16, device=ctx.device)
+    config = FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16)
+
+    def call(rows):
+        results = {"matmul_all_gather": 2 * rows, "all_gather_matmul": 2 * rows, "matmul_reduce_scatter": rows // 2}
+        a = torch.ones(rows, 16, device=ctx.device)
+        out = torch.empty(results.get(name, rows), 16, device=ctx.device)
+        getattr(ctx.ops, name)(out, a, b, config=config)
+        assert (out == 16 * (1 if "gather" in name else ctx.num_ranks)).all()
+
+    ctx.ops.close()
+    if earlier:
+        call(32)
+    calls = rf"rank 0 {name}\(512, 16, 16.*; rank 1 {name}\(1024, 16, 16"
+    with pytest.raises(MismatchedCollectiveError, match=f"{calls}.*Give all ranks matrices of equal shapes"):
+        call(512 * (1 + rank))
+    # Nothing was enqueued.
+    call(64)
+    ctx.barrier()
+    ctx.ops.close()
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_calls_that_need_memory_of_other_sizes(ranks, name, earlier):
+    ranks.run(differ_in_size, name, earlier)
 
 
 @pytest.mark.ranks(2, exactly=True)
