@@ -6,7 +6,7 @@ import torch
 
 from iris.ccl.protocols import CollectivesContext
 from iris.cuda_graphs.capture import GraphLine, Line, Lines, outside_captures
-from iris.errors import FirstUseInCaptureError, InvalidCollectiveError, MismatchedCollectiveError
+from iris.errors import FirstUseInCaptureError, HeapTooLargeError, InvalidCollectiveError, MismatchedCollectiveError
 from iris.ops.arena import COUNT_BYTES, Arena
 from iris.ops.buffers import Buffers, Needs, use_of
 from iris.ops.call import title_of
@@ -72,7 +72,8 @@ class Workspaces:
     def _make(self, needs: Needs, count_bytes: int, data_bytes: int) -> Arena:
         """``needs``: of the call that asks for it, by which an error knows it.
 
-        Raises `MismatchedCollectiveError` on all ranks if they ask for other sizes.
+        Raises `MismatchedCollectiveError` on all ranks if they ask for other sizes, and `HeapTooLargeError` where there
+        is no room.
         """
         context, group = self._context, self._context._world.group
         if context.num_ranks > MOST_RANKS:
@@ -87,7 +88,13 @@ class Workspaces:
                 f"The ranks make calls of fused operations that need unequal memory: {theirs}. Give all ranks matrices "
                 "of equal shapes and dtypes, in the same order of calls; IRIS_DEBUG=1 on all ranks compares each call."
             )
-        return Arena(group, context.device, context._workspace(None).abort_flag, count_bytes, data_bytes)
+        try:
+            return Arena(group, context.device, context._workspace(None).abort_flag, count_bytes, data_bytes)
+        except HeapTooLargeError as error:
+            raise HeapTooLargeError(
+                f"{use_of(needs.kind)} needs a workspace, memory like the heap's and beside it. {error} "
+                "With FusedConfig(variant='vendor') it needs none."
+            ) from error
 
     @torch.inference_mode(False)
     def _take(self, needs: Needs, stream: int | None) -> None:

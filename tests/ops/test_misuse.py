@@ -1,6 +1,7 @@
 """What a fused operation cannot do is said before anything is enqueued, on the rank that asked for it."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import iris
 from iris.errors import (
     HeapClosedError,
+    HeapTooLargeError,
     InvalidCollectiveError,
     InvalidConfigError,
     MismatchedCollectiveError,
@@ -15,6 +17,7 @@ from iris.errors import (
     WorkspaceTooSmallError,
     WrongDeviceError,
 )
+from iris.heap import mapping
 from iris.ops import FusedConfig, normalisation, products, workspaces
 from ops.products import OPERATIONS
 
@@ -291,6 +294,23 @@ def differ(ctx, what):
         assert (out == 6 * ctx.num_ranks).all()
     finally:
         products.DEBUGGING = normalisation.DEBUGGING = False
+
+
+def without_room(ctx):
+    out, a, b = (torch.ones(shape, device=ctx.device) for shape in (OUT, A, B))
+    ctx.ops.close()
+    words = (
+        r"matmul_all_reduce\(8, 4, 6.* needs a workspace.* larger than the memory of .*variant='vendor'\) it needs none"
+    )
+    with mock.patch.object(mapping, "total_memory", lambda device: 1 << 20):
+        with pytest.raises(HeapTooLargeError, match=words):
+            ctx.ops.matmul_all_reduce(out, a, b, config=FusedConfig())
+    ctx.ops.matmul_all_reduce(out, a, b, config=FusedConfig(variant="vendor"))
+    assert (out == 6 * ctx.num_ranks).all()
+
+
+def test_a_workspace_that_has_no_room_is_told(ranks):
+    ranks.run(without_room)
 
 
 def differ_in_size(ctx, name, earlier):
