@@ -186,16 +186,19 @@ def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -
     GPUs also operations.json: the figures by which fused operations are chosen, for any number of ranks. Those that
     were fitted to times of whole calls, and not measured, stay as they are.
 
-    It starts the ranks itself, or runs under torchrun. Each size is twice the one before. On one host, where the next
-    size has another fastest variant, it also measures 3/2 of the size. Over several hosts it measures Iris' steps
-    beside the vendor's collectives. That table is for as many hosts with as many ranks, and the first rank's counts.
+    It starts the ranks itself, or runs under torchrun. Each size is twice the one before; none is above the largest. On
+    one host, where the next size has another fastest variant, it also measures 3/2 of the size. Over several hosts it
+    measures Iris' steps beside the vendor's collectives. That table is for as many hosts with as many ranks, and the
+    first rank's counts.
     """
     requirements.check()
     from iris.bench import ranks
     from iris.bench import tune as tuning
 
+    if largest < smallest:
+        raise click.UsageError(f"--largest {largest} is less than --smallest {smallest}; give {smallest} or more.")
     sizes = [smallest << 10]
-    while sizes[-1] < largest << 10:
+    while 2 * sizes[-1] <= largest << 10:
         sizes.append(2 * sizes[-1])
     ranks.run(ranks.number(num_ranks), tuning.run, sizes, out)
 

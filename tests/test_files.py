@@ -52,6 +52,8 @@ def test_it_is_named_before_the_work_is_done(tmp_path):
     check_writable(tmp_path / "new" / "trace.json")
     with pytest.raises(FolderError, match="/dev/null is no folder"):
         check_writable(Path("/dev/null/trace.json"))
+    with pytest.raises(FolderError, match=f"{tmp_path} cannot be written: it is a folder"):
+        check_writable(tmp_path)
 
 
 def test_a_full_disk_names_the_log_and_what_to_do(tmp_path):

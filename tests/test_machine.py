@@ -80,13 +80,15 @@ def test_a_file_that_was_not_installed_is_told(shipped, name):
 
 
 @pytest.mark.parametrize("name", [tables.COLLECTIVES, tables.OPERATIONS])
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"NVIDIA H200": 3}', '{"NVIDIA H200": {"2": {"all_reduce": [3]}}}'])
-def test_a_file_that_cannot_be_used_is_told(shipped, own, name, text):
-    (own / name).write_text(text)
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"\xff": 3}', b'{"NVIDIA H200": 3}', b'{"NVIDIA H200": {"2": {"all_reduce": [3]}}}']
+)
+def test_a_file_that_cannot_be_used_is_told(shipped, own, name, content):
+    (own / name).write_bytes(content)
     with pytest.raises(InvalidTableError, match=f"{own / name} is no table.*Remove it; `python -m iris tune` makes"):
         load(name)
     (own / name).unlink()
-    (shipped / name).write_text(text)
+    (shipped / name).write_bytes(content)
     with pytest.raises(InvalidTableError, match=f"{shipped / name} is no table.*Install Iris anew"):
         load(name)
 

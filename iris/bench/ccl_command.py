@@ -1,5 +1,6 @@
 """``python -m iris bench ccl``: what it prints and writes."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -24,6 +25,9 @@ from iris.errors import InvalidValueError, SeveralHostsError
 # In the simulator a MiB takes seconds.
 SIZES_SIMULATED = tuple(KiB << 10 for KiB in (1, 8, 32, 128))
 SIZES = (*SIZES_SIMULATED, *(KiB << 10 for KiB in (512, 2048, 8192, 65536, 262144)))
+
+# What has no part that runs on CPUs.
+ON_GPUS = {"nccl windows", "torch"}
 
 
 def run(
@@ -68,7 +72,7 @@ def run_on_rank(
         beside = list(libraries or by_default(hosts, on_gpu))
         check_choice(beside, sms, hosts)
         rows: list[measuring.Row] = []
-        total = len(chosen) * len(bytes_) * len(sms) * len(beside)
+        total = len(bytes_) * sum(measuring.has(*case) for case in itertools.product(beside, chosen, sms))
         console = Console(stderr=True, quiet=ctx.cur_rank > 0)
         with Progress(console=console) as progress:
             task = progress.add_task("collectives", total=total)
@@ -111,6 +115,11 @@ def check_choice(libraries: Sequence[str], sms: Sequence[int], num_hosts: int) -
             f"--library {steps!r} measures the steps that Iris has over several hosts, and these ranks are on one. Ask "
             "for iris, which is all that Iris does here, or start ranks on several hosts with torchrun --nnodes."
         )
+    for library in ON_GPUS.intersection(libraries) if simulator.ACTIVE else ():
+        raise InvalidValueError(
+            f"--library {library!r} measures memory that GPUs share, and the simulator has none. Ask for iris, "
+            "'iris gluon', or nccl, which is Gloo here."
+        )
     if simulator.ACTIVE and any(sms) and "nccl" in libraries:
         raise InvalidValueError(
             "--sms with --library nccl limits NCCL, and in the simulator that is Gloo, which takes none. Leave one "
@@ -134,11 +143,11 @@ def by_default(num_hosts: int, on_gpu: bool) -> Sequence[str]:
 
 
 def figures(rows: list[measuring.Row]) -> dict[str, float]:
-    """Names as in ``benchmarks/floors.json``: ``all_reduce_8KiB_us`` of Iris at its own choice."""
+    """Names as in ``benchmarks/floors.json``: ``all_reduce_8KiB_us`` of Iris at its own choice, in bf16."""
     return {
         f"{row.collective}_{kib(row.bytes)}KiB_us": row.microseconds
         for row in rows
-        if row.library == "iris" and row.sms == 0 and row.microseconds
+        if row.library == "iris" and row.dtype == "bfloat16" and row.sms == 0 and row.microseconds
     }
 
 
@@ -163,4 +172,5 @@ def show(rows: list[measuring.Row]) -> None:
                 error = "" if row.error is None else f"; {row.error:.2g}"
                 line.append(row.reason or f"{row.microseconds:.2f} ({row.bus_GBps:.0f}{error})")
         table.add_row(collective, kib(nbytes), str(limit or "own"), *line)
-    Console(width=150).print(table)
+    # What a library says may have brackets, which are no markup.
+    Console(width=150, markup=False).print(table)

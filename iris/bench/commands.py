@@ -39,8 +39,8 @@ def bench() -> None:
     show_default=True,
     help="Multiprocessors to use at most. 0: each library chooses. Over several hosts only nccl takes another number.",
 )
-@click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
+@click.option("--floors", type=Floors(), help="Fail below the figures of this file, which are of bf16.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for CSV, JSON and pictures.")
 @num_ranks()
 def ccl(
     collectives: tuple[str, ...],
@@ -87,8 +87,8 @@ def ccl(
     help="May be repeated. MxNxK of a product, MxNx0 of rows to normalise. If not given, those of large models.",
 )
 @click.option("--sweep", is_flag=True, help="Also M from 16 to 16384, with N = K = 8192.")
-@click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and pictures.")
+@click.option("--floors", type=Floors(), help="Fail below the figures of this file, which are of bf16.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for CSV, JSON and pictures.")
 @num_ranks()
 def ops(
     operations: tuple[str, ...],
@@ -146,8 +146,8 @@ def ops(
     default=None,
     help="Whether to use the kernels for few tokens. If neither is given, the number of tokens decides.",
 )
-@click.option("--floors", type=Floors(), help="Fail below the figures of this file.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and a picture.")
+@click.option("--floors", type=Floors(), help="Fail below the figures of this file, which are of bf16.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for CSV, JSON and a picture.")
 @num_ranks()
 def experts(
     tokens: tuple[int, ...],
@@ -216,7 +216,7 @@ def experts(
     "without 'iris accelerate', and with Gloo for nccl.",
 )
 @click.option("--dtype", type=DTYPES, default="bfloat16", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for CSV, JSON and a picture.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for CSV, JSON and a picture.")
 @num_ranks()
 def model(
     model: str | None,

@@ -2,8 +2,8 @@
 
 Each rank has as many tokens, and each token goes to ``top_k`` of the experts, drawn at random, and comes back; what the
 experts would do is left out. torch's way sends a row for each choice, puts rows by expert, and has the host wait for
-the counts, so no graph can capture it. All in one run, on the same data; each result is checked once before it is
-timed.
+the counts, so no graph can capture it. All in one run, on the same data. Each result is checked once before it is
+timed, with experts that turn the sign of their rows or do not: a row that comes to another expert shows.
 
 ``link_GBps`` is what the busiest rank has to send at least, a row for each other rank of a token's experts there and
 one back, over the time in a graph.
@@ -79,10 +79,15 @@ def route(shape: Shape, rank: int, dtype: torch.dtype, device: torch.device) -> 
     return Routed(x, ids, weights / weights.sum(dim=1, keepdim=True))
 
 
+def signs(num_experts: int, device: torch.device) -> torch.Tensor:
+    """What experts multiply their rows by where a result is checked: 1 or -1, by the bits of their numbers."""
+    return torch.tensor([1.0 - 2 * (expert.bit_count() % 2) for expert in range(num_experts)], device=device)
+
+
 def row_bytes(shape: Shape, dtype: torch.dtype, library: str) -> tuple[int, int]:
     """Bytes of a row there, with its scales if it is fp8, and back."""
     wide = shape.hidden * dtype.itemsize
-    return (shape.hidden + shape.hidden // GROUP * 4 if library == FP8 else wide), wide
+    return (shape.hidden + -(-shape.hidden // GROUP) * 4 if library == FP8 else wide), wide
 
 
 def link_bytes(shape: Shape, num_ranks: int, dtype: torch.dtype, device: torch.device, library: str) -> int:
@@ -151,12 +156,24 @@ def measure(
     for shape in shapes:
         routed = route(shape, ctx.cur_rank, dtype, ctx.device)
         if "torch" in libraries:
-            call = functools.partial(ByTorch(ctx.num_ranks, shape.num_experts, ctx.device), routed)
-            yield _row(ctx, shape, "", 0, "torch", call, routed)
+            yield _by_torch(ctx, shape, routed)
         for library, layout, count in itertools.product(libraries, layouts, sms):
             if library != "torch":
                 yield _by_iris(ctx, shape, layout, count, library, routed, low_latency)
                 ctx.barrier()
+
+
+def _by_torch(ctx: Iris, shape: Shape, routed: Routed) -> Row:
+    own = signs(shape.num_experts, ctx.device).chunk(ctx.num_ranks)[ctx.cur_rank]
+
+    def turn(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return rows * own.to(rows.dtype).repeat_interleave(counts.sum(0))[:, None]
+
+    call, checked = (
+        functools.partial(ByTorch(ctx.num_ranks, shape.num_experts, ctx.device, apply), routed)
+        for apply in (as_they_are, turn)
+    )
+    return _row(ctx, shape, "", 0, "torch", call, checked, routed)
 
 
 def _by_iris(
@@ -194,7 +211,15 @@ def _by_iris(
             made = widened(received, x.dtype)
         return layer.combine(made, received, out=out)
 
-    row = _row(ctx, shape, layout, sms, library, call, routed)
+    def checked() -> torch.Tensor:
+        received = layer.dispatch(x, ids, weights, layout=layout, quantize=quantize)
+        turned = widened(received, x.dtype)
+        own = signs(shape.num_experts, x.device).chunk(ctx.num_ranks)[ctx.cur_rank]
+        for there, sign in zip(rows_of_experts(received), own, strict=True):
+            turned.flatten(0, -2)[there] *= sign
+        return layer.combine(turned, received, out=out)
+
+    row = _row(ctx, shape, layout, sms, library, call, checked, routed)
     ctx.barrier()
     layer.close()
     return row
@@ -207,11 +232,14 @@ def _row(
     sms: int,
     library: str,
     call: Callable[[], torch.Tensor],
+    checked: Callable[[], torch.Tensor],
     routed: Routed,
 ) -> Row:
+    """``checked``: the call with experts that multiply their rows by `signs`."""
     x = routed.x
     try:
-        reason = _problem(call(), routed)
+        reason = _problem(checked(), routed, signs(shape.num_experts, x.device))
+        call()
     except Exception as error:  # a peer's failure is a result too
         reason = failure(error)
     in_graph: float | None = None
@@ -240,18 +268,28 @@ def widened(received: Received, dtype: torch.dtype) -> torch.Tensor:
         return received.rows
     made = torch.zeros(received.rows.shape, dtype=dtype, device=received.rows.device)
     rows, scales, to = received.rows.flatten(0, -2), received.scales.flatten(0, -2), made.flatten(0, -2)
-    for first, count in zip(received.offsets.tolist(), received.counts.tolist(), strict=False):
-        there = slice(first, first + count)
+    for there in rows_of_experts(received):
         of_elements = scales[there].repeat_interleave(GROUP, dim=1)[:, : rows.shape[1]]
         to[there] = (rows[there].float() * of_elements).to(dtype)
     return made
 
 
-def _problem(out: torch.Tensor, routed: Routed) -> str:
-    """What is wrong with a result, in words. Rows come back as they went, so it is x times the sum of its weights."""
-    wanted = routed.x.float() * routed.weights.sum(dim=1, keepdim=True)
-    worst = (out.float() - wanted).abs().max().item()
-    return "" if worst <= 0.08 * wanted.abs().max().item() else f"wrong result: differs by {worst:.3g}"
+def rows_of_experts(received: Received) -> list[slice]:
+    """Which rows each of this rank's experts has. The host waits for their numbers."""
+    numbers = zip(received.offsets.tolist(), received.counts.tolist(), strict=False)
+    return [slice(first, first + count) for first, count in numbers]
+
+
+def _problem(out: torch.Tensor, routed: Routed, turned: torch.Tensor) -> str:
+    """What is wrong with a result, in words: it is x times the sum of its weights, each ``turned`` as its expert does.
+
+    ``turned``: `signs`.
+    """
+    x, weights = routed.x.float(), routed.weights
+    worst = (out.float() - x * (weights * turned[routed.ids]).sum(dim=1, keepdim=True)).abs().max().item()
+    # Of rows that are not turned, as those of two experts may leave next to nothing of each other.
+    largest = (x * weights.sum(dim=1, keepdim=True)).abs().max().item()
+    return "" if worst <= 0.08 * largest else f"wrong result: differs by {worst:.3g}"
 
 
 def _name(dtype: torch.dtype) -> str:

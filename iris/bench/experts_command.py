@@ -87,11 +87,13 @@ def run_on_rank(
 
 
 def figures(rows: list[measuring.Row]) -> dict[str, float]:
-    """Names as in ``benchmarks/floors.json``: ``pair_1024x7168_us`` of compact rows with fp8 there, in a graph."""
+    """Names as in ``benchmarks/floors.json``: ``pair_1024x7168_us`` of compact bf16 rows, as fp8 there, in a graph."""
     return {
         f"pair_{row.tokens}x{row.hidden}_us": row.graph_microseconds
         for row in rows
-        if row.library == measuring.FP8 and row.layout == "compact" and row.sms == 0 and row.graph_microseconds
+        if (row.library, row.layout, row.dtype) == (measuring.FP8, "compact", "bfloat16")
+        and row.sms == 0
+        and row.graph_microseconds
     }
 
 
@@ -104,4 +106,5 @@ def show(rows: list[measuring.Row]) -> None:
         called = row.reason if row.call_microseconds is None else f"{row.call_microseconds:.1f}"
         limit = "-" if row.library == "torch" else str(row.sms or "own")
         table.add_row(str(row.tokens), row.library, row.layout or "-", limit, in_graph, rate, called)
-    Console(width=150).print(table)
+    # What a library says may have brackets, which are no markup.
+    Console(width=150, markup=False).print(table)

@@ -61,6 +61,11 @@ def run(
             raise click.UsageError(f"--prompts {prompts} --context {context} cannot be measured: {problem}.")
         if dimensions.experts and case.tokens > MOST_TOKENS:
             raise click.UsageError(f"A {case.mode} of {case.tokens} tokens is too much: give {MOST_TOKENS} at most.")
+    if not any(WAYS[way].suits(case.mode, dimensions) for case in cases for way in ways or BY_DEFAULT):
+        raise click.UsageError(
+            f"Nothing to measure: {' and '.join(ways)} is for training a mixture of experts. Give --mode train and "
+            "--model tiny-moe, or another --way."
+        )
     ranks.run(num_ranks, run_on_rank, model, dimensions, cases, tuple(ways or BY_DEFAULT), dtype, out)
 
 
@@ -104,4 +109,5 @@ def show(rows: list[measuring.Row]) -> None:
         speed = "-" if row.tokens_per_second is None else f"{row.tokens_per_second:.0f}"
         differs = "-" if row.error is None else f"{row.error:.2e} ({row.error_of_one:.2e})"
         table.add_row(row.mode, f"{row.sequences} of {row.context}", row.way, spent, speed, differs)
-    Console(width=150).print(table)
+    # What a library says may have brackets, which are no markup.
+    Console(width=150, markup=False).print(table)

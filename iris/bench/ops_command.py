@@ -93,7 +93,13 @@ def run_on_rank(
         name = file_name("operations", dtype, ranks_here)
         console = Console(stderr=True, quiet=ctx.cur_rank > 0)
         with Progress(console=console) as progress:
-            task = progress.add_task("operations", total=len(chosen) * len(sizes) * len(beside))
+            cases = [
+                name
+                for name, size in itertools.product(chosen, sizes)
+                if measuring.is_of(name, size) and not measuring.problem(name, size, ctx.num_ranks)
+            ]
+            total = sum(measuring.has(*case) for case in itertools.product(beside, cases))
+            task = progress.add_task("operations", total=total)
             for row in measuring.measure(ctx, chosen, sizes, beside, getattr(torch, dtype)):
                 rows.append(row)
                 progress.update(task, advance=1)
@@ -151,7 +157,8 @@ def show(rows: list[measuring.Row]) -> None:
                 error = "" if row.error is None else f" ({row.error:.2g})"
                 line.append(row.reason or f"{row.microseconds:.1f}{error}")
         table.add_row(case[0], ", ".join(str(size) for size in case[1:] if size), *line)
-    console = Console(width=150)
+    # What a library says may have brackets, which are no markup.
+    console = Console(width=150, markup=False)
     console.print(table)
     for library, reason in dict.fromkeys((row.library, row.reason) for row in rows if row.reason and not row.failed):
-        console.print(f"{library}: {reason}", markup=False, highlight=False)
+        console.print(f"{library}: {reason}", highlight=False)

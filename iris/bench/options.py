@@ -38,7 +38,9 @@ def check_choices(*options: tuple[str, Iterable[str], Collection[str]]) -> None:
 
 
 class Floors(click.Path):
-    """A file of floors, as `iris.bench.report.below_floor` reads it."""
+    """A file of floors, as `iris.bench.report.below_floor` reads it: device → benchmark → ranks → figure → bound."""
+
+    LEVELS = 4
 
     def __init__(self) -> None:
         super().__init__(exists=True, dir_okay=False, path_type=Path)
@@ -46,10 +48,24 @@ class Floors(click.Path):
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, parameter, context)))
         try:
-            json.loads(path.read_text())
+            floors = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             self.fail(f"{str(path)!r} is not JSON that can be read: {error}.", parameter, context)
+        if not _are_bounds(floors, self.LEVELS):
+            self.fail(
+                f"{str(path)!r} has no floors. They are numbers by device, benchmark, ranks and figure, one object in "
+                'the other: {"NVIDIA H200": {"ccl": {"2": {"all_reduce_8KiB_us": 4.5}}}}.',
+                parameter,
+                context,
+            )
         return path
+
+
+def _are_bounds(found: object, levels: int) -> bool:
+    """Whether they are numbers, in so many objects."""
+    if not levels:
+        return isinstance(found, int | float) and not isinstance(found, bool)
+    return isinstance(found, dict) and all(_are_bounds(each, levels - 1) for each in found.values())
 
 
 class Rate(click.ParamType):

@@ -37,7 +37,7 @@ def draw(folder: Path, num_ranks: int | str, rows: list[Row]) -> list[Path]:
         by_sms = [row for row in measured if row.sms and row.bytes == largest]
         for name, points, x, label in (
             ("size", by_size, "bytes", "bytes"),
-            ("sms", by_sms, "sms", f"multiprocessors, at {largest >> 20} MiB"),
+            ("sms", by_sms, "sms", f"multiprocessors, at {readable(largest)}"),
         ):
             if len({getattr(row, x) for row in points}) < 2:
                 continue

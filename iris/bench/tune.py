@@ -62,6 +62,7 @@ def run(sizes: list[int], out: Path | None) -> list[str]:
         )
     for name in (COLLECTIVES_FILE, OPERATIONS_FILE):
         check_writable(folder / name)
+        entries(folder / name)
     with iris(4 * sizes[-1] + (64 << 20)) as ctx:
         device, is_first, size = gpu_name(ctx.device), ctx.cur_rank == 0, ctx.num_ranks
 
@@ -235,11 +236,25 @@ def rows(found: list[tuple[int, str, int | None]], before: list[Choice]) -> list
     return [*table, *(row for row in before if row.limit is None and row.variant != table[-1].variant)]
 
 
+def entries(file: Path) -> dict[str, dict[str, Any]]:
+    """What is in ``file``, by the GPU's name; nothing, if there is no such file yet.
+
+    Raises `InvalidTableError` if nothing can be added to it.
+    """
+    try:
+        found = json.loads(file.read_bytes()) if file.exists() else {}
+        if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
+            raise ValueError("it has no objects by the GPU's name")
+    except ValueError as error:
+        raise InvalidTableError(f"{file} is no table that Iris can add to: {error}. Remove it.") from error
+    return found
+
+
 def write(file: Path, entry: object, *place: str) -> None:
-    """Put ``entry`` at this place, a key in each object on the way, of what is in ``file``."""
-    tables = json.loads(file.read_text()) if file.exists() else {}
+    """Put ``entry`` at this place, a key in each object on the way, of the `entries` of ``file``."""
+    tables = entries(file)
     *outer, last = place
-    within = tables
+    within: dict[str, Any] = tables
     for key in outer:
         within = within.setdefault(key, {})
     within[last] = entry

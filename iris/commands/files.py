@@ -10,6 +10,8 @@ from iris.errors import FolderError, IrisError
 
 def check_writable(path: Path) -> None:
     """Raise `FolderError` if no file can be made at ``path``: before the work that it is for."""
+    if path.is_dir():
+        raise FolderError(f"{path} cannot be written: it is a folder. Give another name, or remove it.")
     there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each) or each == Path("/"))
     if not os.access(there, os.W_OK) or not (there == path or there.is_dir()):
         raise FolderError(f"{path} cannot be written: {there} is no folder that this user may write to.")

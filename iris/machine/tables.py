@@ -35,8 +35,8 @@ def read(name: str, take: Callable[[dict[str, Any]], T]) -> list[tuple[Path, T]]
     A shipped file must be there. Raises `InvalidTableError`, which names the file, if it is not, and if ``take`` cannot
     use what a file holds.
     """
-    text = _shipped(SHIPPED / name)
-    found = [(SHIPPED / name, _taken(SHIPPED / name, text, take, "Install Iris anew."))]
+    shipped = _shipped(SHIPPED / name)
+    found = [(SHIPPED / name, _taken(SHIPPED / name, shipped, take, "Install Iris anew."))]
     folder = own_folder()
     own = _own(folder / name) if folder else None
     if folder and own is not None:
@@ -45,18 +45,18 @@ def read(name: str, take: Callable[[dict[str, Any]], T]) -> list[tuple[Path, T]]
     return found
 
 
-def _shipped(file: Path) -> str:
+def _shipped(file: Path) -> bytes:
     try:
-        return file.read_text()
+        return file.read_bytes()
     except FileNotFoundError as error:
         raise InvalidTableError(f"{file} is missing: Iris is not installed whole. Install it anew.") from error
     except OSError as error:
         raise InvalidTableError(f"{file} of Iris cannot be read: {error.strerror}.") from error
 
 
-def _own(file: Path) -> str | None:
+def _own(file: Path) -> bytes | None:
     try:
-        return file.read_text()
+        return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -65,9 +65,9 @@ def _own(file: Path) -> str | None:
         return None
 
 
-def _taken(file: Path, text: str, take: Callable[[dict[str, Any]], T], remedy: str) -> T:
+def _taken(file: Path, content: bytes, take: Callable[[dict[str, Any]], T], remedy: str) -> T:
     try:
-        entries = json.loads(text)
+        entries = json.loads(content)
         if not isinstance(entries, dict):
             raise ValueError("it is no object of entries by the GPU's name")
         return take(entries)

@@ -126,8 +126,7 @@ class Buffers:
     @property
     def use(self) -> str:
         """The operation and its extents, in words: enough to know it by."""
-        name, *rest = self.kind
-        return _describe((name, *(each for each in rest if isinstance(each, int) and not isinstance(each, bool))))
+        return use_of(self.kind)
 
     def name_count(self, offset: int) -> str | None:
         """What this byte of the arena counts, in words; None if it is none of these counts."""
@@ -171,6 +170,12 @@ class Buffers:
 
     def __repr__(self) -> str:
         return f"<workspace of {readable(self.mapping.size)} for {_describe(self.kind)}>"
+
+
+def use_of(kind: tuple) -> str:
+    """The operation of a kind and its extents, in words: enough to know it by."""
+    name, *rest = kind
+    return _describe((name, *(each for each in rest if isinstance(each, int) and not isinstance(each, bool))))
 
 
 def _describe(kind: tuple) -> str:

@@ -2,14 +2,14 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from iris.ccl.checks import check_tensor
 from iris.ccl.protocols import CollectivesContext
-from iris.errors import InvalidCollectiveError, InvalidConfigError, WrongDeviceError
+from iris.errors import InvalidCollectiveError, InvalidConfigError, NotATensorError, WrongDeviceError
 from iris.ops.buffers import Needs
 from iris.ops.config import FusedConfig
 
@@ -23,10 +23,23 @@ GATHERS_ROWS, GATHERS_COLUMNS = GATHERS_A = ("all_gather_matmul", "all_gather_ma
 OPERATIONS = (*GATHERS_A, "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
+def title_of(name: str) -> str:
+    """The operation of this name as its caller writes it, for errors."""
+    return f"{GATHERS_ROWS}(gather_dim='k')" if name == GATHERS_COLUMNS else f"{name}()"
+
+
+def check_tensors(name: str, given: Mapping[str, object]) -> None:
+    """Raise unless these are tensors with memory of their own, by their roles."""
+    for role, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise NotATensorError(tensor, f"{name}({role}=) takes a tensor")
+        check_tensor(name, tensor)
+
+
 def check_devices(name: str, given: dict[str, torch.Tensor], device: torch.device) -> None:
     """Raise unless these are tensors on ``device``, by their roles."""
+    check_tensors(name, given)
     for role, tensor in given.items():
-        check_tensor(name, tensor)
         if tensor.device != device:
             raise WrongDeviceError(
                 f"{role} of {name}() is on {tensor.device}, and this context works on {device}. Move it there first."
@@ -54,9 +67,14 @@ class Call(NamedTuple):
     gathered: torch.Tensor | None = None
 
     @property
+    def method(self) -> str:
+        """That of ``ctx.ops``."""
+        return GATHERS_ROWS if self.name == GATHERS_COLUMNS else self.name
+
+    @property
     def title(self) -> str:
         """The operation as its caller writes it, for errors."""
-        return "all_gather_matmul(gather_dim='k')" if self.name == GATHERS_COLUMNS else f"{self.name}()"
+        return title_of(self.name)
 
     @property
     def scaled(self) -> bool:
@@ -121,9 +139,10 @@ class Call(NamedTuple):
         if a.dtype in FNUZ and a.is_cuda and not torch.version.hip:
             return f"{a.dtype} is for AMD's CDNA3"
         if self.name == GATHERS_COLUMNS and a.shape[1] * size != b.shape[0]:
-            return f"B needs as many rows as the A of all ranks have columns, {a.shape[1] * size}"
+            return f"B needs as many rows as the A of all ranks has columns, {a.shape[1] * size}"
         if self.name != GATHERS_COLUMNS and a.shape[1] != b.shape[0]:
-            return f"B needs as many rows as A has columns, {a.shape[1]}"
+            transposed = "; of a weight as torch.nn.Linear has it, give weight.t()" if a.shape[1] == b.shape[1] else ""
+            return f"B needs as many rows as A has columns, {a.shape[1]}{transposed}"
         rows, N = len(a), b.shape[1]
         if self.name == "matmul_reduce_scatter":
             if rows % size:
@@ -149,7 +168,7 @@ class Call(NamedTuple):
 
     def _problem_of_places(self) -> str | None:
         """What is wrong with where results are to be."""
-        read = {"A": self.a, "B": self.b}
+        read = {role: tensor for role, tensor in self.given().items() if role not in ("out", "gathered")}
         for role, written in (("out", self.out), ("gathered", self.gathered)):
             if written is None:
                 continue

@@ -5,8 +5,10 @@ They name their ranks by a string, as those of `iris.ccl.functional` do:
     ranks = iris.ccl.functional.name_of(ctx)
     y = functional.all_gather_matmul(x, weight, None, ranks)     # also torch.ops.iris.all_gather_matmul
 
-Products are fused where all ranks' ``b`` have one shape. They compare these on the host at the first call with a new
-one; where they differ, product and collective come one after the other.
+Products are fused where all ranks' ``b`` have one shape. A rank compares its own with the others' on the host at the
+first call where it is new there; where they differ, product and collective come one after the other. So a weight that
+is split unevenly must not have, on some rank, the shape of one that was split evenly before: that rank would not come
+to compare, and the others would wait for it. Give the weight that is split unevenly first, or pad it.
 
 Gradients are fused operations too: what gathers in one direction scatters sums in the other. Every rank calls backward.
 

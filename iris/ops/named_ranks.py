@@ -48,6 +48,7 @@ def _is_even(context: OperationsContext, call: Call) -> bool:
     """Whether this call's B has one shape on all ranks.
 
     How they differ may be another in each layer. So once ranks differ, no call that moves the same is fused any more.
+    Ranks come here to compare where their own shape is new: all of them, or what `iris.ops.functional` excludes.
     """
     (K, N), gathers = call.b.shape, call.name in GATHERS_A
     moved, own = (K, N) if gathers else (N, K)

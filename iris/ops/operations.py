@@ -35,7 +35,8 @@ class Operations(Products):
 
     Before anything is enqueued they raise `NotATensorError`, `WrongDeviceError`, `InvalidCollectiveError` (shapes and
     dtypes that do not fit together), `InvalidConfigError` (a configuration that cannot do it), `WorkspaceTooSmallError`
-    and `HeapClosedError` (a workspace for other calls, or closed), or `FirstUseInCaptureError`.
+    and `HeapClosedError` (a workspace for other calls, or closed), `MismatchedCollectiveError` (on all ranks, where
+    these meet and do not ask for the same memory), or `FirstUseInCaptureError`.
     """
 
     def __init__(self, context: CollectivesContext) -> None:
@@ -78,12 +79,17 @@ class Operations(Products):
         bias: torch.Tensor | None = None,
         *,
         gather_dim: str = "m",
+        gathered: torch.Tensor | None = None,
         scale_a: torch.Tensor | None = None,
         scale_b: torch.Tensor | None = None,
         config: FusedConfig | None = None,
     ) -> Buffers | None:
-        """The workspace of calls like this one; None where none is needed. Collective; blocks the host."""
-        return self._prepare(Call(_gathering(gather_dim), out, A_shard, B, bias, scale_a, scale_b), config)
+        """The workspace of calls like this one; None where none is needed. Collective; blocks the host.
+
+        ``gathered`` as in these calls: without a ``config``, another way may be chosen where the A of all ranks is
+        left, and then another workspace is needed.
+        """
+        return self._prepare(Call(_gathering(gather_dim), out, A_shard, B, bias, scale_a, scale_b, gathered), config)
 
     def matmul_all_gather(
         self,

@@ -156,7 +156,7 @@ class OperationsOverHosts(Operations):
                     "matmul_all_reduce": self._matmul_all_reduce,
                 }[call.name](call, config)
         except BaseException as error:
-            self._interrupted(call.name, error)
+            self._interrupted(call.method, error)
             raise
         bump_version(call.out)
         return Work(self._on_gpu) if async_op else None
@@ -203,7 +203,7 @@ class OperationsOverHosts(Operations):
         self._algorithms["vendor"].enqueue(call, FusedConfig(variant="vendor"), None, None)
 
     def _refuse(self, call: Call, what: str, instead: str) -> NoReturn:
-        raise SeveralHostsError(f"ctx.ops.{call.name}{what}", instead)
+        raise SeveralHostsError(f"ctx.ops.{call.method}{what}", instead)
 
     def _all_gather_matmul(self, call: Call, config: FusedConfig | None) -> None:
         shard, number, own = to_read(call.a), len(self._hosts), self._hosts.number

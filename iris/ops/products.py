@@ -11,6 +11,7 @@ from iris.ccl.checks import compare_calls
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.work import Work
 from iris.compat.cuda import current_raw_stream, is_current_stream_capturing
+from iris.cuda_graphs.capture import refuse_in_capture
 from iris.errors import InvalidConfigError
 from iris.heap.history import debugging
 from iris.operators.version_counter import bump_version
@@ -74,7 +75,7 @@ class Products:
             try:
                 relaunch(call, stream)
             except BaseException as error:
-                self._interrupted(call.name, error)
+                self._interrupted(call.method, error)
                 raise
         bump_version(call.out)
         if call.gathered is not None:
@@ -97,7 +98,7 @@ class Products:
         call = algorithm.operands(call)
         needs = algorithm.needs(call, config)
         if workspace is not None:
-            self._workspaces.check(call.name, workspace, needs and needs.kind)
+            self._workspaces.check(call.method, workspace, needs and needs.kind)
         try:
             if needs is None:
                 # Collectives, which may have to move an A even where the result is empty.
@@ -110,7 +111,7 @@ class Products:
                     relaunch = None if copied else algorithm.relaunch(call, config, buffers)
                     self._known.remember(call, key, stream, relaunch)
         except BaseException as error:
-            self._interrupted(call.name, error)
+            self._interrupted(call.method, error)
             raise
 
     def _interrupted(self, name: str, error: BaseException) -> None:
@@ -123,6 +124,7 @@ class Products:
         needs = algorithm.needs(call, config)
         if needs is None:
             return None
+        refuse_in_capture(f"{call.method}_preamble()")
         buffers = self._workspaces.make(needs)
         if call.out.numel():
             # A graph may be captured next, in which nothing can be compiled.

@@ -220,6 +220,6 @@ class Vendor(Algorithm):
     def enqueue(self, call: Call, config: FusedConfig, buffers: None, stream: int | None) -> None:
         if not self._is_set_up:
             # The vendor's library sets itself up in its first product.
-            refuse_in_capture(f"{call.name}()")
+            refuse_in_capture(call.title)
             self._is_set_up = True
         _OPERATIONS[call.name](self._context, call, config)

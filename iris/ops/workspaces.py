@@ -5,10 +5,11 @@ from typing import Any
 import torch
 
 from iris.ccl.protocols import CollectivesContext
-from iris.cuda_graphs.capture import GraphLine, Line, Lines, outside_captures, refuse_in_capture
-from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
+from iris.cuda_graphs.capture import GraphLine, Line, Lines, outside_captures
+from iris.errors import FirstUseInCaptureError, HeapTooLargeError, InvalidCollectiveError, MismatchedCollectiveError
 from iris.ops.arena import COUNT_BYTES, Arena
-from iris.ops.buffers import Buffers, Needs
+from iris.ops.buffers import Buffers, Needs, use_of
+from iris.ops.call import title_of
 from iris.ops.counts import MOST_RANKS
 
 # By how much the data of an arena grow at least: of numbers of rows that rise one by one, few are too large for it.
@@ -49,9 +50,8 @@ class Workspaces:
     # What is made in inference mode could not be written outside it.
     @torch.inference_mode(False)
     def make(self, needs: Needs) -> Buffers:
-        """For calls of one kind that will be given it. Collective; blocks the host."""
-        refuse_in_capture(f"{needs.kind[0]}_preamble()")
-        return self._make(needs.count_bytes, needs.data_bytes).take(needs)
+        """For calls of one kind that will be given it. Collective; blocks the host. Not in the capture of a graph."""
+        return self._make(needs, needs.count_bytes, needs.data_bytes).take(needs)
 
     def check(self, name: str, given: Any, kind: tuple | None) -> None:
         """Raise unless a call of this kind can use what it is given; one of the vendor's, of no kind, uses nothing."""
@@ -69,13 +69,32 @@ class Workspaces:
         self._used.clear()
         self._arenas.clear()
 
-    def _make(self, count_bytes: int, data_bytes: int) -> Arena:
-        context = self._context
+    def _make(self, needs: Needs, count_bytes: int, data_bytes: int) -> Arena:
+        """``needs``: of the call that asks for it, by which an error knows it.
+
+        Raises `MismatchedCollectiveError` on all ranks if they ask for other sizes, and `HeapTooLargeError` where there
+        is no room.
+        """
+        context, group = self._context, self._context._world.group
         if context.num_ranks > MOST_RANKS:
             raise InvalidCollectiveError(
                 f"Fused operations are for up to {MOST_RANKS} ranks, and there are {context.num_ranks}."
             )
-        return Arena(context._world.group, context.device, context._workspace(None).abort_flag, count_bytes, data_bytes)
+        asked = [count_bytes, data_bytes, use_of(needs.kind)]
+        everyones = group.all_gather(asked, "the making of a workspace of fused operations")
+        if any(each[:2] != everyones[0][:2] for each in everyones):
+            theirs = "; ".join(f"rank {rank} {each[2]}" for rank, each in zip(group.ranks, everyones, strict=True))
+            raise MismatchedCollectiveError(
+                f"The ranks make calls of fused operations that need unequal memory: {theirs}. Give all ranks matrices "
+                "of equal shapes and dtypes, in the same order of calls; IRIS_DEBUG=1 on all ranks compares each call."
+            )
+        try:
+            return Arena(group, context.device, context._workspace(None).abort_flag, count_bytes, data_bytes)
+        except HeapTooLargeError as error:
+            raise HeapTooLargeError(
+                f"{use_of(needs.kind)} needs a workspace, memory like the heap's and beside it. {error} "
+                "With FusedConfig(variant='vendor') it needs none."
+            ) from error
 
     @torch.inference_mode(False)
     def _take(self, needs: Needs, stream: int | None) -> None:
@@ -86,7 +105,7 @@ class Workspaces:
         """
         arena, wanted = self._arenas.get(stream), [needs]
         if arena is None:
-            self._arenas[stream] = self._make(max(COUNT_BYTES, needs.count_bytes), needs.data_bytes)
+            self._arenas[stream] = self._make(needs, max(COUNT_BYTES, needs.count_bytes), needs.data_bytes)
         elif not arena.has_room(needs):
             data_bytes = arena.data_bytes
             if needs.data_bytes > data_bytes:
@@ -94,7 +113,7 @@ class Workspaces:
                 wanted = [*(buffers.needs for buffers in self._used.values() if buffers.arena is arena), needs]
             self._let_go(stream)
             count_bytes = sum(each.count_bytes for each in wanted)
-            self._arenas[stream] = self._make(max(COUNT_BYTES, count_bytes), data_bytes)
+            self._arenas[stream] = self._make(needs, max(COUNT_BYTES, count_bytes), data_bytes)
         for each in wanted:
             self._used[each.kind, stream] = self._arenas[stream].take(each)
 
@@ -120,11 +139,11 @@ class Workspaces:
         """
         eager = {kind: buffers.needs for (kind, of), buffers in self._used.items() if not isinstance(of, GraphLine)}
         if needs.kind not in eager:
-            raise FirstUseInCaptureError(f"{needs.kind[0]}() of this shape")
+            raise FirstUseInCaptureError(f"{title_of(needs.kind[0])} of this shape")
         if line not in self._arenas or not self._arenas[line].has_room(needs):
             count_bytes = sum(each.count_bytes for each in eager.values())
             with outside_captures(self._context.device):
                 self._arenas[line] = self._make(
-                    max(COUNT_BYTES, count_bytes), max(each.data_bytes for each in eager.values())
+                    needs, max(COUNT_BYTES, count_bytes), max(each.data_bytes for each in eager.values())
                 )
         self._used[needs.kind, line] = self._arenas[line].take(needs)

@@ -52,6 +52,28 @@ def test_a_wrong_result_is_noticed_on_all_ranks(ranks):
             assert (row.call_microseconds is None) == (row.library == "iris")
 
 
+def elsewhere(ctx):
+    """Each token comes to the experts after its own, and back from there as it was."""
+    dispatch, by_torch, shape = ExpertParallel.dispatch, experts.ByTorch.__call__, experts.Shape(6, 64, 6, 2)
+
+    def after(ids):
+        return (ids + 1) % shape.num_experts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ExpertParallel, "dispatch", lambda ep, x, ids, *rest, **o: dispatch(ep, x, after(ids), *rest, **o)
+        )
+        patch.setattr(experts.ByTorch, "__call__", lambda way, x: by_torch(way, x._replace(ids=after(x.ids))))
+        rows = list(experts.measure(ctx, [shape], experts.LAYOUTS, [0], ["iris", "torch"], torch.float32))
+    return [(row.library, row.layout, "wrong result: differs by" in row.reason) for row in rows]
+
+
+@pytest.mark.ranks(2)
+def test_rows_that_come_to_other_experts_are_noticed(ranks):
+    wanted = [("torch", "", True), *(("iris", layout, True) for layout in experts.LAYOUTS)]
+    assert all(found == wanted for found in ranks.run(elsewhere))
+
+
 def test_the_busiest_rank_sends_a_row_for_each_other_rank_of_a_token(monkeypatch):
     ids = {0: [[0, 1], [2, 3], [0, 5]], 1: [[2, 2], [2, 3], [2, 3]], 2: [[0, 2], [4, 5], [4, 5]]}
     # Two experts a rank. Rank 0 sends 2 rows and 1 of rank 2 back, rank 1 those of rank 0 and 2, rank 2 2 and 1.
@@ -60,6 +82,8 @@ def test_the_busiest_rank_sends_a_row_for_each_other_rank_of_a_token(monkeypatch
     assert experts.link_bytes(shape, 3, torch.bfloat16, cpu, "iris") == 3 * 512
     # Rank 0 sends 2 rows and 1 back, as rank 2 does. A row there is half as long, and has two factors.
     assert experts.link_bytes(shape, 3, torch.bfloat16, cpu, experts.FP8) == 2 * (256 + 8) + 512
+    # The last factor may be of fewer than 128 elements.
+    assert experts.row_bytes(shape._replace(hidden=272), torch.bfloat16, experts.FP8) == (272 + 12, 544)
 
 
 def test_what_cannot_be_measured_is_told():

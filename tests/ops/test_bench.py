@@ -162,6 +162,33 @@ def test_a_wrong_result_is_noticed(ranks):
     ranks.run(spoilt)
 
 
+def left_undone(ctx):
+    """What a library leaves undone is not found where another one has left it."""
+    x, done = norms.rows(ctx, (2 * ctx.num_ranks, 16, 0), torch.float32), {}
+    for library in norms.OF_IRIS:
+        call = norms.of_iris(ctx, x, library)
+        assert norms.check(ctx, x, library, call).reason == ""
+        done[library] = {
+            "nothing": lambda: None,
+            "no residual": lambda call=call: (before := x.residual.clone(), call(), x.residual.copy_(before)),
+        }
+    return [
+        (library, what, norms.check(ctx, x, library, call).reason.partition(":")[0])
+        for library, calls in done.items()
+        for what, call in calls.items()
+    ]
+
+
+def test_what_a_norm_leaves_undone_is_noticed(ranks):
+    # Without a residual, what becomes of it does not matter.
+    wanted = [
+        (library, what, "wrong result" if what == "nothing" else "" if library == "iris" else "wrong residual")
+        for library in norms.OF_IRIS
+        for what in ("nothing", "no residual")
+    ]
+    assert all(found == wanted for found in ranks.run(left_undone))
+
+
 def without_the_residual(ctx):
     """Rank 0's rows are added twice in its place."""
     x = norms.rows(ctx, (4, 16, 0), torch.float32)

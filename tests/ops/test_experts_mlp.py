@@ -273,7 +273,7 @@ L, T, H, INNER = E_EACH, 4, 48, 40
 UP, DOWN = torch.zeros(L, 2 * INNER, H), torch.zeros(L, H, INNER)
 FP8 = torch.float8_e4m3fn
 MISTAKES = {
-    "no tensor": (NotATensorError, "takes tensors", {"w_up": None}),
+    "no tensor": (NotATensorError, r"experts_mlp\(w_up=\) takes a tensor", {"w_up": None}),
     "no experts": (InvalidExpertsError, "has made, and 3 is none", {"experts": 3}),
     "another activation": (UnknownChoiceError, "silu_and_mul", {"activation": "gelu"}),
     "one matrix": (InvalidCollectiveError, "three dimensions", {"w_down": DOWN[0]}),

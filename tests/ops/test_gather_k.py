@@ -112,6 +112,7 @@ MISUSES = {
     "rows of B": (InvalidCollectiveError, r"all_gather_matmul\(gather_dim='k'\) of .*B needs as many rows as the A of"),
     "rows of out": (InvalidCollectiveError, r"all_gather_matmul\(gather_dim='k'\) of .*: out has to be \[32, 16\]"),
     "Gluon": (InvalidConfigError, r"all_gather_matmul\(gather_dim='k'\): its kernel is in Triton"),
+    "workspace": (InvalidCollectiveError, r"workspace=5 is not what all_gather_matmul_preamble\(\) returned"),
     "copies": (InvalidConfigError, r"copies.*and not for all_gather_matmul\(gather_dim='k'\)"),
 }
 
@@ -123,7 +124,8 @@ def misused(ctx, what):
     b = ctx.zeros(16 * W + (what == "rows of B"), 16)
     config = {"Gluon": FusedConfig(use_gluon=True), "copies": FusedConfig(variant="copies")}.get(what)
     with pytest.raises(error, match=message):
-        ctx.ops.all_gather_matmul(out, a, b, gather_dim="n" if "such" in what else "k", config=config)
+        options = {"workspace": 5} if what == "workspace" else {"config": config}
+        ctx.ops.all_gather_matmul(out, a, b, gather_dim="n" if "such" in what else "k", **options)
 
 
 @pytest.mark.parametrize("what", MISUSES)

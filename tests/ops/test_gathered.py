@@ -1,5 +1,7 @@
 """all_gather_matmul(gathered=...): the A of all ranks is left besides, bit for bit, for whoever multiplies it too."""
 
+from unittest import mock
+
 import pytest
 import torch
 from covering import EVERYTHING, sample, thorough
@@ -7,7 +9,7 @@ from rank_pool import FEWER_HOSTS
 
 from iris.ccl.functional import name_of
 from iris.errors import InvalidCollectiveError
-from iris.ops import functional
+from iris.ops import FusedConfig, functional, products
 from iris.ops.hopper.arguments import Plan
 from ops.plans import planned, short_chunks
 from ops.products import CONFIGS, FP8, LAYOUTS, RANKS, matrix, place
@@ -98,6 +100,34 @@ def over_hosts(ctx, way):
 @pytest.mark.parametrize("way", [thorough("chosen"), "fused"])
 def test_over_hosts(ranks, way):
     ranks.run(over_hosts, way)
+
+
+def prepared(ctx, kept, otherwise):
+    """What is chosen may be another way where the A of all ranks is left: the workspace is for that one."""
+    a = [matrix(8, 6, torch.float32, "rows", seed, ctx.device) for seed in range(ctx.num_ranks)]
+    b, out = matrix(6, 4, torch.float32, "rows", 77, ctx.device), torch.empty(8 * ctx.num_ranks, 4, device=ctx.device)
+    gathered = torch.zeros(8 * ctx.num_ranks, 6, device=ctx.device)
+
+    def chosen(call, *_):
+        return CONFIGS[otherwise if call.gathered is None else kept] or FusedConfig(variant="vendor")
+
+    with mock.patch.object(products, "choose", chosen), mock.patch.object(ctx.ops, "_chosen", {}):
+        for options in ({"gathered": gathered}, {}):
+            workspace = ctx.ops.all_gather_matmul_preamble(out, a[ctx.cur_rank], b, **options)
+            assert (workspace is None) == (CONFIGS[kept if options else otherwise] is None)
+            ctx.ops.all_gather_matmul(out.zero_(), a[ctx.cur_rank], b, **options, workspace=workspace)
+            torch.testing.assert_close(out, torch.cat(a) @ b)
+            ctx.barrier()
+            if workspace is not None:
+                workspace.close()
+        assert torch.equal(gathered, torch.cat(a))
+        with pytest.raises(InvalidCollectiveError, match="gathered has to be"):
+            ctx.ops.all_gather_matmul_preamble(out, a[ctx.cur_rank], b, gathered=gathered[1:])
+
+
+@pytest.mark.parametrize(("kept", "otherwise"), [("fused", "chosen"), ("chosen", "fused"), ("copies", "fused")])
+def test_a_workspace_is_for_what_is_chosen_where_rows_are_left(ranks, kept, otherwise):
+    ranks.run(prepared, kept, otherwise)
 
 
 MISUSES = {

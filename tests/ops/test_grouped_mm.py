@@ -136,11 +136,13 @@ def test_the_benchmark(tmp_path):
 
 A, B, ENDS = torch.zeros(6, 16), torch.zeros(2, 16, 8), torch.tensor([3, 6], dtype=torch.int32)
 EXPANDED = torch.zeros(2, 4, 16)
+WRITTEN = torch.zeros(6, 8)
 MISTAKES = {
     "needs offs": dict(mat_a=A),
     "have counts|has counts": dict(mat_a=EXPANDED, offs=ENDS),
     "a matrix for each": dict(mat_a=torch.zeros(3, 4, 16)),
-    "as many rows": dict(mat_a=torch.zeros(6, 8), offs=ENDS),
+    "as many rows as mat_a has columns, 4": dict(mat_a=torch.zeros(6, 4), offs=ENDS),
+    r"columns, 8; of weights \[E, N, K\] give": dict(mat_a=torch.zeros(6, 8), offs=ENDS),
     "one dtype": dict(mat_a=A.half(), offs=ENDS),
     r"mat_b \[E, K, N\]": dict(mat_a=A, mat_b=B[0], offs=ENDS),
     "offs is int32": dict(mat_a=A, offs=ENDS.float()),
@@ -148,6 +150,7 @@ MISTAKES = {
     "out has to be": dict(mat_a=A, offs=ENDS, out=torch.zeros(6, 4)),
     "one place in memory": dict(mat_a=A, offs=ENDS, out=torch.zeros(1, 8).expand(6, 8)),
     "overlap": dict(mat_a=A, offs=ENDS, out=A[:, :8]),
+    "out and scale_b overlap": dict(mat_a=A, offs=ENDS, out=WRITTEN, scale_b=WRITTEN[0, :2]),
     "other sign": dict(mat_a=torch.zeros(6, 16, dtype=torch.complex64).conj().imag, offs=ENDS),
     "even number": dict(mat_a=A, mat_b=B[:, :, :7], offs=ENDS, activation="silu_and_mul"),
     r"scale_a is float32, of shape \[6\] or \[6, 1\]": dict(mat_a=A, offs=ENDS, scale_a=torch.ones(2)),
@@ -172,8 +175,10 @@ def test_what_does_not_fit_together(words):
 
 def test_other_mistakes():
     given = to_device({"mat_a": A, "mat_b": B, "offs": ENDS})
-    with pytest.raises(NotATensorError, match="takes tensors"):
+    with pytest.raises(NotATensorError, match=r"grouped_mm\(mat_a=\) takes a tensor, .* list"):
         grouped_mm(A.tolist(), given["mat_b"], offs=given["offs"])
+    with pytest.raises(NotATensorError, match=r"grouped_mm\(offs=\) takes a tensor, .* list: \[3, 6\]"):
+        grouped_mm(given["mat_a"], given["mat_b"], offs=[3, 6])
     with pytest.raises(UnknownChoiceError, match="silu_and_mul"):
         grouped_mm(**given, activation="gelu")
     with pytest.raises(InvalidConfigError, match="Leave out_dtype out"):

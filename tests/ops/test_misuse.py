@@ -1,6 +1,7 @@
 """What a fused operation cannot do is said before anything is enqueued, on the rank that asked for it."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import iris
 from iris.errors import (
     HeapClosedError,
+    HeapTooLargeError,
     InvalidCollectiveError,
     InvalidConfigError,
     MismatchedCollectiveError,
@@ -15,7 +17,9 @@ from iris.errors import (
     WorkspaceTooSmallError,
     WrongDeviceError,
 )
+from iris.heap import mapping
 from iris.ops import FusedConfig, normalisation, products, workspaces
+from ops.products import OPERATIONS
 
 OUT, A, B = (8, 4), (8, 6), (6, 4)
 
@@ -36,10 +40,12 @@ ALIGNED = {
     role: torch.zeros(shape, dtype=torch.float16) for role, shape in (("out", (8, 8)), ("A", (8, 16)), ("B", (16, 8)))
 }
 CASES = {
-    "no tensor": (NotATensorError, "matmul_all_reduce.. takes tensors", {"A": None}, {}),
+    "no tensor": (NotATensorError, r"matmul_all_reduce\(A=\) takes a tensor, .* NoneType", {"A": None}, {}),
+    "a number as scale": (NotATensorError, r"\(scale_b=\) takes a tensor, .* float: 2.0", {}, {"scale_b": 2.0}),
     "a sparse tensor": (InvalidCollectiveError, r"x.to_dense\(\)", {"A": torch.zeros(A).to_sparse()}, {}),
     "dimensions": (InvalidCollectiveError, "two dimensions", {"A": (2, 8, 6)}, {}),
     "inner size": (InvalidCollectiveError, "as many rows as A has columns, 6", {"B": (5, 4)}, {}),
+    "a weight": (InvalidCollectiveError, "columns, 6; of a weight .* give weight.t", {"B": (4, 6)}, {}),
     "result": (InvalidCollectiveError, r"out has to be \[8, 4\]", {"out": (4, 4)}, {}),
     "integers": (InvalidCollectiveError, "fp8, fp16, bf16 or fp32", {"A": torch.zeros(A, dtype=torch.int32)}, {}),
     "dtypes": (InvalidCollectiveError, "one dtype", {"A": torch.zeros(A, dtype=torch.float16)}, {}),
@@ -166,6 +172,10 @@ def overlapping(ctx):
         ctx.ops.matmul_all_reduce(whole[:32].view(8, 4), whole[16:64].view(8, 6), torch.zeros(B, device=ctx.device))
     with pytest.raises(InvalidCollectiveError, match="out and B overlap"):
         ctx.ops.matmul_all_reduce(whole[:32].view(8, 4), torch.zeros(A, device=ctx.device), whole[16:40].view(6, 4))
+    given = [torch.zeros(shape, device=ctx.device) for shape in (OUT, A, B)]
+    for role, length in (("bias", 4), ("scale_a", 8), ("scale_b", 4)):
+        with pytest.raises(InvalidCollectiveError, match=f"out and {role} overlap"):
+            ctx.ops.matmul_all_reduce(*given, **{role: given[0].flatten()[-length:]}, config=FusedConfig())
     whole = torch.rand(8, 12, device=ctx.device)
     for columns_of_out, columns_of_a in ((slice(5, 9), slice(6)), (slice(4), slice(3, 9))):
         with pytest.raises(InvalidCollectiveError, match="out and A overlap"):
@@ -284,6 +294,54 @@ def differ(ctx, what):
         assert (out == 6 * ctx.num_ranks).all()
     finally:
         products.DEBUGGING = normalisation.DEBUGGING = False
+
+
+def without_room(ctx):
+    out, a, b = (torch.ones(shape, device=ctx.device) for shape in (OUT, A, B))
+    ctx.ops.close()
+    words = (
+        r"matmul_all_reduce\(8, 4, 6.* needs a workspace.* larger than the memory of .*variant='vendor'\) it needs none"
+    )
+    with mock.patch.object(mapping, "total_memory", lambda device: 1 << 20):
+        with pytest.raises(HeapTooLargeError, match=words):
+            ctx.ops.matmul_all_reduce(out, a, b, config=FusedConfig())
+    ctx.ops.matmul_all_reduce(out, a, b, config=FusedConfig(variant="vendor"))
+    assert (out == 6 * ctx.num_ranks).all()
+
+
+def test_a_workspace_that_has_no_room_is_told(ranks):
+    ranks.run(without_room)
+
+
+def differ_in_size(ctx, name, earlier):
+    """Of a first call, or of one that is larger than what there is: what ranks ask for is all that is compared."""
+    rank, b = ctx.cur_rank, torch.ones(16, 16, device=ctx.device)
+    config = FusedConfig(block_size_m=16, block_size_n=16, block_size_k=16)
+
+    def call(rows):
+        results = {"matmul_all_gather": 2 * rows, "all_gather_matmul": 2 * rows, "matmul_reduce_scatter": rows // 2}
+        a = torch.ones(rows, 16, device=ctx.device)
+        out = torch.empty(results.get(name, rows), 16, device=ctx.device)
+        getattr(ctx.ops, name)(out, a, b, config=config)
+        assert (out == 16 * (1 if "gather" in name else ctx.num_ranks)).all()
+
+    ctx.ops.close()
+    if earlier:
+        call(32)
+    calls = rf"rank 0 {name}\(512, 16, 16.*; rank 1 {name}\(1024, 16, 16"
+    with pytest.raises(MismatchedCollectiveError, match=f"{calls}.*Give all ranks matrices of equal shapes"):
+        call(512 * (1 + rank))
+    # Nothing was enqueued.
+    call(64)
+    ctx.barrier()
+    ctx.ops.close()
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_calls_that_need_memory_of_other_sizes(ranks, name, earlier):
+    ranks.run(differ_in_size, name, earlier)
 
 
 @pytest.mark.ranks(2, exactly=True)

@@ -291,6 +291,8 @@ def ask_for_the_wrong(ctx):
         ctx.ops.all_gather_matmul(out, a, b)
     with pytest.raises(SeveralHostsError, match="config"):
         ctx.ops.matmul_all_reduce(out, a, b, config=FusedConfig())
+    with pytest.raises(SeveralHostsError, match=r"ctx.ops.all_gather_matmul_preamble works among .* one host"):
+        ctx.ops.all_gather_matmul_preamble(out[:, :1], a, b, gather_dim="k")
     with pytest.raises(SeveralHostsError, match="need one dtype"):
         ctx.ops.matmul_all_reduce(out, a.bfloat16(), b.bfloat16())
     work = ctx.ops.matmul_all_reduce(out, a, b, async_op=True)

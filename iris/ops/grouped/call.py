@@ -124,7 +124,8 @@ class GroupedCall(NamedTuple):
             return f"{a.dtype} is for AMD's CDNA3"
         E, K, N = b.shape
         if a.shape[-1] != K:
-            return f"mat_b needs as many rows as mat_a has columns, {a.shape[-1]}"
+            transposed = "; of weights [E, N, K] give weight.transpose(1, 2)" if a.shape[-1] == N else ""
+            return f"mat_b needs as many rows as mat_a has columns, {a.shape[-1]}{transposed}"
         if E > MOST_GROUPS or self.room > MOST_ROWS:
             return f"there are {MOST_GROUPS} groups at most, and {MOST_ROWS} rows in a matrix"
         if self.gated and N % 2:
@@ -160,10 +161,10 @@ class GroupedCall(NamedTuple):
         out = self.out
         if any(n > 1 and not stride for n, stride in zip(out.shape, out.stride(), strict=True)):
             return "elements of out are one place in memory, as those of x.expand() are; give it an output of its own"
-        for role, matrix in (("mat_a", self.mat_a), ("mat_b", self.mat_b)):
-            if matrix.is_neg() or out.is_neg():
-                return "a matrix is to be read with the other sign, as the imaginary part of a conjugate; give a copy"
-            if overlap(out, matrix):
+        if any(matrix.is_neg() for matrix in (out, self.mat_a, self.mat_b)):
+            return "a matrix is to be read with the other sign, as the imaginary part of a conjugate; give a copy"
+        for role, tensor in self.given().items():
+            if role != "out" and overlap(out, tensor):
                 return f"out and {role} overlap in memory; give it an output of its own"
         return None
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from iris import simulator
-from iris.ccl.checks import check_tensor
 from iris.compat.cuda import current_raw_stream
 from iris.errors import InvalidConfigError, InvalidDtypeError, WrongDeviceError
 from iris.operators.graph_break import breaks_graph
 from iris.operators.version_counter import bump_version
+from iris.ops.call import check_tensors
 from iris.ops.choose import allows_tf32
 from iris.ops.config import FusedConfig
 from iris.ops.grouped import on_hopper
@@ -103,8 +103,7 @@ def grouped_mm(
     `InvalidDtypeError`, `UnknownChoiceError`, `InvalidConfigError` (a configuration that cannot do it), and
     `InvalidValueError` (numbers).
     """
-    for each in (mat_a, mat_b) if out is None else (mat_a, mat_b, out):
-        check_tensor(NAME, each)
+    check_tensors(NAME, {"mat_a": mat_a, "mat_b": mat_b} | ({} if out is None else {"out": out}))
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise InvalidDtypeError(f"{NAME}(out_dtype={out_dtype!r:.60}) is not possible: it is a torch.dtype, or None.")
     if out is None:
