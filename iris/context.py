@@ -191,8 +191,7 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
         self._drain(stream)
         if stream is None:
             self._forget_destroyed_groups()
-        if group is dist.group.WORLD:
-            group = None
+        group = self._named(group)
         members = self._group(group)
         self._check_whole(group)
         if group is None:
@@ -214,8 +213,7 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
         that contain a barrier in the same order. Graphs that never run at once share their flags.
         """
         self.heap.check_open()
-        if group is dist.group.WORLD:
-            group = None
+        group = self._named(group)
         if group is not None:
             check_process_group(group)
         if group not in self._barriers:

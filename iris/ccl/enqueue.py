@@ -97,9 +97,8 @@ class Enqueuer:
             stream = current_raw_stream(self._index)
             capturing = is_current_stream_capturing()
         if group is not None:
-            if group is dist.group.WORLD:
-                group = None
-            else:
+            group = self._context._named(group)
+            if group is not None:
                 check_process_group(group)
         comm = self._communicators.get(group)
         if comm is None:

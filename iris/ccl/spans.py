@@ -38,6 +38,7 @@ from iris.operators.graph_break import methods_break_graph
 from iris.runtime.workspace import RankContext
 from iris.world import World, check_process_group
 from iris.world.hosts import hosts_of, notify_other_hosts
+from iris.world.process_group import ranks_of
 
 # Collectives that add up.
 ADD = ("all_reduce", "reduce_scatter", "reduce")
@@ -150,15 +151,15 @@ class Spans(Collectives):
         if group not in self._spans:
             assert group is not None
             world = self._context._world
-            return len(set(hosts_of(dist.get_process_group_ranks(group), world.group, world.hosts))) > 1
+            return len(set(hosts_of(ranks_of(group), world.group, world.hosts))) > 1
         return self._spans[group] is not None
 
     def _named(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """The group, or None, which stands for all ranks."""
         self._context.heap.check_open()
-        if group is None or group is dist.group.WORLD:
-            return None
-        check_process_group(group)
+        group = self._context._named(group)
+        if group is not None:
+            check_process_group(group)
         return group
 
     def _begin(self, name: str, span: Span, config: Config | None) -> tuple[Communicator, Config]:

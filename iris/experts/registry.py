@@ -29,7 +29,7 @@ class ExpertParallels:
     ) -> ExpertParallel:
         """`ctx.experts`."""
         refuse_in_capture("ctx.experts()")
-        group = None if group is dist.group.WORLD else group
+        group = self._context._named(group)
         if group is not None:
             check_process_group(group)
         made = ExpertParallel(

@@ -99,6 +99,9 @@ class HostContext(CollectivesContext):
         # That of all hosts, which is more.
         self._whole.device_barrier(group)
 
+    def _named(self, process_group: torch.distributed.ProcessGroup | None) -> torch.distributed.ProcessGroup | None:
+        return self._whole._named(process_group)
+
     def _workspace(self, process_group: torch.distributed.ProcessGroup | None) -> Workspace:
         return self._whole._workspace(process_group)
 

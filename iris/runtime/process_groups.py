@@ -10,8 +10,9 @@ import torch.distributed as dist
 from iris.compat.c10d import existing_groups
 from iris.failures.device_record import DeviceRecord
 from iris.runtime.workspace import Workspace
-from iris.world import Group, World, narrow
+from iris.world import Group, World, check_process_group, narrow
 from iris.world.hosts import link_aborts
+from iris.world.process_group import check_among, ranks_of
 from iris.world.rail import Timer, time_rails
 
 
@@ -39,10 +40,20 @@ class ProcessGroups:
         if everyone.rail:
             self._spanning[None] = everyone
 
+    def _named(self, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """None if the process group is that of all ranks of this context, else the process group itself.
+
+        In a context of all ranks of the program that is torch's default group; in one of fewer ranks it is not.
+        """
+        return None if process_group is self._world.group.process_group else process_group
+
     def _group(self, process_group: dist.ProcessGroup | None) -> Group:
-        if not isinstance(process_group, dist.ProcessGroup | None):
-            Group(process_group)  # says what it is instead
+        if process_group is None:
+            return self._groups[None]
+        check_process_group(process_group)
         if process_group not in self._groups:
+            # Before it is made, as its ranks count the groups that they make.
+            check_among(ranks_of(process_group), self._world.group.ranks)
             self._groups[process_group] = Group(process_group)
         return self._groups[process_group]
 

@@ -15,10 +15,11 @@ yet. By `farewell` a process that ends says so itself.
 """
 
 from iris.world.bootstrap import World, join, narrow
-from iris.world.group import Group, check_process_group
+from iris.world.group import Group
 from iris.world.hosts import Hosts
 from iris.world.links import Links
 from iris.world.placement import Placement, choose_device
+from iris.world.process_group import check_process_group
 from iris.world.rail import Rail
 
 __all__ = [

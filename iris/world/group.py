@@ -22,7 +22,6 @@ from iris import observer
 from iris.compat.c10d import default_store, store_of
 from iris.errors import (
     GroupAbortedError,
-    InvalidGroupError,
     InvalidMessageError,
     IrisTimeoutError,
     OutOfStepError,
@@ -33,23 +32,13 @@ from iris.errors import (
 from iris.world import farewell, wire
 from iris.world.farewell import ENDED, Attendance
 from iris.world.members import INTERVAL_S, NOTICE_S, OVER, Members, wait_until
+from iris.world.process_group import ranks_of
 from iris.world.store import await_keys, own_client, put, shared_client
 
 T = TypeVar("T")
 
 # A member that breaks the group writes this for its next meeting, in the place of what the meeting is for.
 BROKEN = "a broken group"
-
-
-def check_process_group(group: object) -> None:
-    """Raise `InvalidGroupError` unless ``group`` is one that this rank is in."""
-    if not isinstance(group, dist.ProcessGroup):
-        raise InvalidGroupError(
-            "This rank is not a member of the group: torch.distributed.new_group() gave it a placeholder. "
-            "Only members make this call."
-            if group is dist.GroupMember.NON_GROUP_MEMBER
-            else f"group={group!r} is not a process group: make one with torch.distributed.new_group()."
-        )
 
 
 class Group:
@@ -111,8 +100,7 @@ class Group:
             self.timeout = default_pg_timeout.total_seconds()
             self.members = Members(None, self.ranks, self.rank)
             return
-        check_process_group(process_group)
-        everyone = dist.get_process_group_ranks(process_group)
+        everyone = ranks_of(process_group)
         chosen = range(len(everyone)) if part is None else part
         self.rank, self.size = chosen.index(process_group.rank()), len(chosen)
         self.ranks = tuple(everyone[rank] for rank in chosen)

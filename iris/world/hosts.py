@@ -14,6 +14,7 @@ from iris.arg_parser import index
 from iris.errors import GroupAbortedError, InvalidGroupError, RankOutOfRangeError, names
 from iris.world.group import Group
 from iris.world.placement import Placement
+from iris.world.process_group import check_among
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,7 @@ def divide_members(members: Group, everyone: Group, hosts: Hosts) -> Hosts:
 
 def hosts_of(ranks: Sequence[int], everyone: Group, hosts: Hosts) -> list[int]:
     """The host of each of these global ranks. Raises `InvalidGroupError` if one is not among ``everyone``."""
-    strangers = [rank for rank in ranks if rank not in everyone.ranks]
-    if strangers:
-        raise InvalidGroupError(
-            f"The group has {names(strangers)}, and this context has {names(list(everyone.ranks))}. Use a group of "
-            "these, or make a context for the group: iris.iris(process_group=group)."
-        )
+    check_among(ranks, everyone.ranks)
     return [hosts.host_of(everyone.ranks.index(rank)) for rank in ranks]
 
 
