@@ -124,6 +124,9 @@ class Enqueuer:
             checks.check_tensor(name, output)
             checks.check_tensor(name, input)
             reads, writes = input.data_ptr(), output.data_ptr()
+        if not self._on_gpu:
+            # There a launch takes the tensors' storages for words anew (`iris.ccl.kernel_launch.as_words`).
+            call = (call, *(each.storage_offset() * each.itemsize & 7 for each in (input, output)))
         return (
             call,
             input.device,
