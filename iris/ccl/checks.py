@@ -56,9 +56,14 @@ def check_at_root(comm: Ranks, name: str, role: str, tensor: object, root: int) 
 
 
 def joined(comm: Ranks, name: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    """The parts that a collective sends, one a rank, in one tensor, if each is as large as ``output``."""
+    """The parts that a collective sends, one a rank, in one tensor, if each is as large as ``output``, and like it."""
     for part in parts:
         check_tensor(name, part)
+        if (part.dtype, part.device) != (output.dtype, output.device):
+            raise InvalidCollectiveError(
+                f"{name}() takes a list of tensors of its output's dtype and device, {output.dtype} on "
+                f"{output.device}; one is {part.dtype} on {part.device}."
+            )
     sizes = [part.numel() for part in parts]
     if sizes != [output.numel()] * comm.size:
         raise InvalidCollectiveError(
