@@ -25,7 +25,7 @@ from iris.operators.graph_break import breaks_graph
 from iris.ops.operations import Operations
 from iris.ops.over_hosts import OperationsOverHosts
 from iris.runtime.device_barrier import DeviceBarrier
-from iris.runtime.process_groups import ProcessGroups
+from iris.runtime.process_groups import ProcessGroups, none_if_all
 from iris.tensors import Factories
 from iris.tracing.recording import Tracing
 from iris.world import check_process_group
@@ -191,8 +191,7 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
         self._drain(stream)
         if stream is None:
             self._forget_destroyed_groups()
-        if group is dist.group.WORLD:
-            group = None
+        group = none_if_all(group, self.num_ranks)
         members = self._group(group)
         self._check_whole(group)
         if group is None:
@@ -214,8 +213,7 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
         that contain a barrier in the same order. Graphs that never run at once share their flags.
         """
         self.heap.check_open()
-        if group is dist.group.WORLD:
-            group = None
+        group = none_if_all(group, self.num_ranks)
         if group is not None:
             check_process_group(group)
         if group not in self._barriers:

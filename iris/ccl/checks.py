@@ -133,8 +133,9 @@ def rank_in_group(comm: Ranks, name: str, rank: int, num_ranks: int) -> int:
     if number not in comm.ranks:
         if number is None:
             raise InvalidCollectiveError(f"{name}={rank!r:.60} is not a rank, which is a whole number: {name}=0.")
-        if not 0 <= number < num_ranks:
+        if comm.ranks == tuple(range(num_ranks)):
             raise observer.reported(RankOutOfRangeError(number, num_ranks))
+        # Of a group of some ranks, or a context over one, these are not counted from 0.
         raise UnknownChoiceError(name, number, comm.ranks)
     return comm.ranks.index(number)
 

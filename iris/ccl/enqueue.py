@@ -22,6 +22,7 @@ from iris.cuda_graphs.capture import Line, refuse_in_capture
 from iris.errors import FirstUseInCaptureError, InvalidCollectiveError
 from iris.operators.graph_break import methods_break_graph
 from iris.operators.version_counter import bump_version
+from iris.runtime.process_groups import none_if_all
 from iris.runtime.workspace import RankContext
 from iris.world import check_process_group
 
@@ -45,6 +46,7 @@ class Enqueuer:
     def communicator(self, group: dist.ProcessGroup | None = None) -> Communicator:
         """What the collectives of ``group`` share. The first call for a group is collective and blocks the host."""
         self._context.heap.check_open()
+        group = none_if_all(group, self._context.num_ranks)
         if group is not None:
             check_process_group(group)
         if group not in self._communicators:
@@ -97,9 +99,8 @@ class Enqueuer:
             stream = current_raw_stream(self._index)
             capturing = is_current_stream_capturing()
         if group is not None:
-            if group is dist.group.WORLD:
-                group = None
-            else:
+            group = none_if_all(group, self._context.num_ranks)
+            if group is not None:
                 check_process_group(group)
         comm = self._communicators.get(group)
         if comm is None:

@@ -203,7 +203,7 @@ class RootedCollectives(Enqueuer):
             stream, capturing = current_raw_stream(self._index), is_current_stream_capturing()
         # In the group's first call the others may wait in the meeting that begins it.
         try:
-            comm = self.communicator(None if group is dist.group.WORLD else group)
+            comm = self.communicator(group)
         except IrisError:
             raise error from None
         used = config if isinstance(config, Config) else None

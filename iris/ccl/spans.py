@@ -35,6 +35,7 @@ from iris.ccl.work import Work
 from iris.cuda_graphs.capture import refuse_in_capture
 from iris.errors import InvalidConfigError, SeveralHostsError, UnsupportedReductionError
 from iris.operators.graph_break import methods_break_graph
+from iris.runtime.process_groups import none_if_all
 from iris.runtime.workspace import RankContext
 from iris.world import World, check_process_group
 from iris.world.hosts import hosts_of, notify_other_hosts
@@ -156,9 +157,9 @@ class Spans(Collectives):
     def _named(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """The group, or None, which stands for all ranks."""
         self._context.heap.check_open()
-        if group is None or group is dist.group.WORLD:
-            return None
-        check_process_group(group)
+        group = none_if_all(group, self._context.num_ranks)
+        if group is not None:
+            check_process_group(group)
         return group
 
     def _begin(self, name: str, span: Span, config: Config | None) -> tuple[Communicator, Config]:

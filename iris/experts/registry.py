@@ -7,6 +7,7 @@ from iris.ccl.protocols import CollectivesContext
 from iris.cuda_graphs.capture import refuse_in_capture
 from iris.experts.config import ExpertsConfig
 from iris.experts.expert_parallel import ExpertParallel
+from iris.runtime.process_groups import none_if_all
 from iris.world import check_process_group
 
 
@@ -29,7 +30,7 @@ class ExpertParallels:
     ) -> ExpertParallel:
         """`ctx.experts`."""
         refuse_in_capture("ctx.experts()")
-        group = None if group is dist.group.WORLD else group
+        group = none_if_all(group, self._context.num_ranks)
         if group is not None:
             check_process_group(group)
         made = ExpertParallel(

@@ -3,19 +3,19 @@
 from typing import cast
 
 import torch
-import torch.distributed as dist
 
 from iris.ccl.functional import find
 from iris.errors import InvalidGroupError, MismatchedCollectiveError
 from iris.ops import vendor
 from iris.ops.call import GATHERS_A, Call
 from iris.ops.operations import OperationsContext
+from iris.runtime.process_groups import none_if_all
 
 
 def context_named(ranks: str) -> OperationsContext:
     """Whose ranks they are: all of a context's, since the fused operations are among these."""
     context, group = find(ranks)
-    if group not in (None, dist.group.WORLD):
+    if none_if_all(group, context.num_ranks) is not None:
         raise InvalidGroupError(
             "The fused operations are among all ranks of a context, and this is the name of a group. Take "
             "iris.ccl.functional.name_of(ctx)."

@@ -8,11 +8,19 @@ import torch
 import torch.distributed as dist
 
 from iris.compat.c10d import existing_groups
+from iris.errors import InvalidGroupError, names
 from iris.failures.device_record import DeviceRecord
 from iris.runtime.workspace import Workspace
 from iris.world import Group, World, narrow
 from iris.world.hosts import link_aborts
 from iris.world.rail import Timer, time_rails
+
+
+def none_if_all(group: dist.ProcessGroup | None, num_ranks: int) -> dist.ProcessGroup | None:
+    """None, which stands for all ``num_ranks`` ranks of a context, if ``group`` is torch's default group of as many."""
+    if group is not None and group is dist.group.WORLD and group.size() == num_ranks:
+        return None
+    return group
 
 
 class ProcessGroups:
@@ -42,7 +50,8 @@ class ProcessGroups:
     def _group(self, process_group: dist.ProcessGroup | None) -> Group:
         if not isinstance(process_group, dist.ProcessGroup | None):
             Group(process_group)  # says what it is instead
-        if process_group not in self._groups:
+        if process_group is not None and process_group not in self._groups:
+            self._check_within(process_group)
             self._groups[process_group] = Group(process_group)
         return self._groups[process_group]
 
@@ -64,6 +73,17 @@ class ProcessGroups:
                 time_rails(part.group, self._timer)
                 self._spanning[process_group] = part
         return self._workspaces[process_group]
+
+    def _check_within(self, process_group: dist.ProcessGroup) -> None:
+        """Raise `InvalidGroupError` if the group has ranks that are not in the context: these would never come."""
+        own = self._world.group
+        here = own.ranks if own.process_group else (dist.get_rank(),)
+        outside = [rank for rank in dist.get_process_group_ranks(process_group) if rank not in here]
+        if outside:
+            raise InvalidGroupError(
+                f"The group has {names(outside)} of torch.distributed, and this context has {names(here)} alone. Use a "
+                "group of these, or a context of all ranks, which iris.iris() makes."
+            )
 
     def _set_aside(self, part: World) -> Workspace:
         """On all hosts, or on none."""
