@@ -110,7 +110,7 @@ TEMPORARIES = {
     "ccl/rooted.py": {"take_part"},
     "ccl/span.py": {"_spread", "all_reduce", "begin", "finish"},
     "cuda_graphs/capture.py": {"capture_pool"},
-    "distributed/__init__.py": {"allgather", "alltoall_base", "alltoall", "gather"},
+    "distributed/__init__.py": {"_gather_into", "alltoall_base", "alltoall", "gather"},
     "experts/calls.py": {"choices", "room_for"},
     "experts/choices.py": {"first_choices", "numbers_of_choices", "sums_of_rows"},
     "experts/over_hosts.py": {"_before", "_gather", "_gather_weights", "_prepare_all", "choices", "combine", "receive"},

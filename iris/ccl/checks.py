@@ -56,9 +56,14 @@ def check_at_root(comm: Ranks, name: str, role: str, tensor: object, root: int) 
 
 
 def joined(comm: Ranks, name: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    """The parts that a collective sends, one a rank, in one tensor, if each is as large as ``output``."""
+    """The parts that a collective sends, one a rank, in one tensor, if each is as large as ``output``, and like it."""
     for part in parts:
         check_tensor(name, part)
+        if (part.dtype, part.device) != (output.dtype, output.device):
+            raise InvalidCollectiveError(
+                f"{name}() takes a list of tensors of its output's dtype and device, {output.dtype} on "
+                f"{output.device}; one is {part.dtype} on {part.device}."
+            )
     sizes = [part.numel() for part in parts]
     if sizes != [output.numel()] * comm.size:
         raise InvalidCollectiveError(
@@ -128,8 +133,9 @@ def rank_in_group(comm: Ranks, name: str, rank: int, num_ranks: int) -> int:
     if number not in comm.ranks:
         if number is None:
             raise InvalidCollectiveError(f"{name}={rank!r:.60} is not a rank, which is a whole number: {name}=0.")
-        if not 0 <= number < num_ranks:
+        if comm.ranks == tuple(range(num_ranks)):
             raise observer.reported(RankOutOfRangeError(number, num_ranks))
+        # Of a group of some ranks, or a context over one, these are not counted from 0.
         raise UnknownChoiceError(name, number, comm.ranks)
     return comm.ranks.index(number)
 

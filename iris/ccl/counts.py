@@ -97,7 +97,13 @@ def on_host(comm: checks.Ranks, lists: Sequence[Sequence[int] | torch.Tensor]) -
 
 
 def check_contiguous(output: torch.Tensor, input: torch.Tensor) -> None:
-    """That elements can be counted in the order of memory."""
+    """That elements can be counted in the order of memory, and are there what they are."""
+    for role, tensor in (("input", input), ("output", output)):
+        if tensor.is_conj() or tensor.is_neg():
+            raise InvalidCollectiveError(
+                f"all_to_all_v() moves what is in memory, and its {role} is a view of that with the other sign, as "
+                "x.conj() is. Pass x.resolve_conj().resolve_neg()."
+            )
     if not (input.is_contiguous() and output.is_contiguous()):
         raise InvalidCollectiveError(
             "all_to_all_v() counts elements in the order of memory, so input and output must be contiguous; the "

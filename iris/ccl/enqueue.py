@@ -45,6 +45,7 @@ class Enqueuer:
     def communicator(self, group: dist.ProcessGroup | None = None) -> Communicator:
         """What the collectives of ``group`` share. The first call for a group is collective and blocks the host."""
         self._context.heap.check_open()
+        group = self._context._named(group)
         if group is not None:
             check_process_group(group)
         if group not in self._communicators:
@@ -123,6 +124,9 @@ class Enqueuer:
             checks.check_tensor(name, output)
             checks.check_tensor(name, input)
             reads, writes = input.data_ptr(), output.data_ptr()
+        if not self._on_gpu:
+            # There a launch takes the tensors' storages for words anew (`iris.ccl.kernel_launch.as_words`).
+            call = (call, *(each.storage_offset() * each.itemsize & 7 for each in (input, output)))
         return (
             call,
             input.device,

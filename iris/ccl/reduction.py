@@ -132,10 +132,15 @@ def check_op(op: Op, dtype: torch.dtype) -> None:
     if dtype not in ARITHMETIC:
         raise UnsupportedReductionError(f"{dtype} cannot be combined: convert it, or move it as it is.")
     if dtype.is_complex and op not in (ReduceOp.SUM, ReduceOp.AVG, PREMUL_SUM):
-        raise UnsupportedReductionError(f"{op} has no meaning for {dtype}, which has no order; SUM and AVG have.")
-    if op in (ReduceOp.AVG, PREMUL_SUM) and not (dtype.is_floating_point or dtype.is_complex):
+        why = "" if op is ReduceOp.PRODUCT else ", which has no order"
         raise UnsupportedReductionError(
-            f"{op} of {dtype} would not be of that type: use SUM and divide, or a float type."
+            f"Iris has no {op} of {dtype}{why}: there are SUM, AVG and PREMUL_SUM. Gather with all_gather() and "
+            "combine what every rank then has."
+        )
+    if op in (ReduceOp.AVG, PREMUL_SUM) and not (dtype.is_floating_point or dtype.is_complex):
+        instead = "divide the sum" if op is ReduceOp.AVG else "multiply before"
+        raise UnsupportedReductionError(
+            f"{op} of {dtype} would not be of that type: use SUM and {instead}, or a float type."
         )
 
 

@@ -40,6 +40,7 @@ from iris.distributed.calls import (
     EnqueuedWork,
     HostBarrierWork,
     SimulatedMessage,
+    check_list,
     check_splits,
     concatenate,
     copy_each,
@@ -62,9 +63,12 @@ class ProcessGroup(ProcessGroupBase):
     # Calls on a stream follow each other without the host, so there is nothing to gain by holding them back.
 
     def start_coalescing(self, device: torch.device) -> None:
-        pass
+        if device.type != self.device_type:
+            self._cpu_group(device)._start_coalescing(device)
 
     def end_coalescing(self, device: torch.device) -> dist.Work:
+        if device.type != self.device_type:
+            return self._cpu_group(device)._end_coalescing(device)
         # The returned work has an event on the stream of the coalesced calls, so it is over when they are.
         enqueue, sign = observer.beside("coalescing", self, EnqueuedWork, in_thread=False)
         stream = self.stream_for("collectives", device)
@@ -82,7 +86,12 @@ class ProcessGroup(ProcessGroupBase):
             ccl.all_reduce(tensor, tensor, op=opts.reduceOp)
         return tensors
 
-    allreduce_coalesced = allreduce
+    # A method of its own, with its own name: to Gloo `allreduce` of several tensors means their sum.
+    @on_a_stream
+    def allreduce_coalesced(self, ccl: Collectives, tensors: list[Tensor], opts: Any) -> Any:
+        for tensor in tensors:
+            ccl.all_reduce(tensor, tensor, op=opts.reduceOp)
+        return tensors
 
     @on_a_stream
     def broadcast(self, ccl: Collectives, tensors: list[Tensor], opts: Any) -> Any:
@@ -100,18 +109,39 @@ class ProcessGroup(ProcessGroupBase):
     @on_a_stream
     def allgather(self, ccl: Collectives, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         for parts, mine in zip(outputs, inputs, strict=True):
-            if all(part.numel() == mine.numel() for part in parts):
-                gathered = mine.new_empty(self.size(), mine.numel())
-                ccl.all_gather(gathered, mine)
-                copy_each(list(gathered), parts)
-            else:  # All ranks know all sizes, so all of them come here.
-                parts[self.rank()].copy_(mine)
-                for rank, part in enumerate(parts):
-                    ccl.broadcast(part, self._global_rank(rank))
+            self._gather_into(ccl, parts, mine)
         return outputs
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        return self.allgather([list(parts) for parts in zip(*outputs, strict=True)], inputs)
+    @on_a_stream
+    def allgather_coalesced(
+        self, ccl: Collectives, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Any:
+        check_list("all_gather_coalesced", outputs, self.size())
+        for parts, mine in zip(zip(*outputs, strict=True), inputs, strict=True):
+            self._gather_into(ccl, parts, mine)
+        return outputs
+
+    def _gather_into(self, ccl: Collectives, parts: Sequence[Tensor], mine: Tensor) -> None:
+        """Gather what each rank has into its part. All ranks have the same list of sizes, and decide by this alone."""
+        check_list("all_gather", parts, self.size())
+        if len({part.numel() for part in parts}) == 1:
+            gathered = mine.new_empty(self.size(), parts[0].numel())
+            ccl.all_gather(gathered, mine)
+            copy_each(list(gathered), parts)
+            return
+        for rank, part in enumerate(parts):
+            root = self._global_rank(rank)
+            if rank == self.rank():
+                if part.numel() != mine.numel():
+                    # The others would wait for this rank's part: see `gather`.
+                    with contextlib.suppress(IrisError):
+                        ccl.broadcast(None, root)  # type: ignore[arg-type]
+                    raise InvalidCollectiveError(
+                        f"all_gather() brings {mine.numel()} elements of rank {root}, and the list of its outputs has "
+                        f"{part.numel()} in their place."
+                    )
+                copy_each([mine.reshape(-1)], [part])
+            ccl.broadcast(part, root)
 
     @on_a_stream
     def _allgather_base(self, ccl: Collectives, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -131,7 +161,9 @@ class ProcessGroup(ProcessGroupBase):
     @on_a_stream
     def reduce_scatter(self, ccl: Collectives, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
-            if all(part.numel() == output.numel() for part in parts):
+            check_list("reduce_scatter", parts, self.size())
+            # All ranks have the same list of sizes.
+            if len({part.numel() for part in parts}) == 1:
                 ccl.reduce_scatter(output, concatenate(parts), op=opts.reduceOp)
             else:
                 for rank, part in enumerate(parts):
@@ -180,6 +212,8 @@ class ProcessGroup(ProcessGroupBase):
 
     @on_a_stream
     def alltoall(self, ccl: Collectives, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        for parts in (outputs, inputs):
+            check_list("all_to_all", parts, self.size())
         receive, send = ([part.numel() for part in parts] for parts in (outputs, inputs))
         received = inputs[0].new_empty(sum(receive))
         exchange(ccl, received, concatenate(inputs), receive, send)
@@ -235,6 +269,9 @@ class ProcessGroup(ProcessGroupBase):
         return self._send_or_recv("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+        device = tensors[0].device
+        if device.type != self.device_type:
+            return self._cpu_group(device).recv_anysource(tensors, tag)
         raise InvalidCollectiveError("The Iris backend receives from a rank that it knows: give recv() a src.")
 
     def _send_or_recv(self, call: str, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
@@ -307,7 +344,7 @@ class ProcessGroup(ProcessGroupBase):
         """The number of elements for each rank: of ``rows[r]`` rows for rank r; without ``rows``, equal shares."""
         if not rows:
             return [tensor.numel() // self.size()] * self.size()
-        return [count * (tensor.numel() // max(tensor.shape[0], 1)) for count in rows]
+        return [count * (tensor.numel() // max(tensor.shape[0] if tensor.dim() else 1, 1)) for count in rows]
 
 
 def create(options: Any, backend_options: Any) -> ProcessGroup:

@@ -50,6 +50,10 @@ class EnqueuedWork(Work, dist.Work):
         observer.ended(self)
         return True
 
+    def block_current_stream(self, timeout: object = None) -> None:
+        """As `wait`. (That of torch would wait for the future, which is there before the call is over.)"""
+        self.wait()
+
     def is_completed(self) -> bool:
         over = super().is_completed()
         if over:
@@ -136,6 +140,10 @@ class ConnectingMessage(dist.Work):
         self.enqueued.wait()
         assert self._begun is not None
         return self._begun.wait(timeout)
+
+    def block_current_stream(self, timeout: object = None) -> None:
+        """As `wait`."""
+        self.wait()
 
     def is_completed(self) -> bool:
         return self.enqueued.is_over() and (self._begun is None or self._begun.is_completed())
@@ -279,6 +287,14 @@ def copy_each(pieces: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Copy each piece to its output, which may have another shape."""
     for piece, output in zip(pieces, outputs, strict=True):
         output.copy_(piece.view(output.shape))
+
+
+def check_list(call: str, tensors: Sequence[Any], size: int) -> None:
+    """Raise `InvalidCollectiveError` unless there is one for each of ``size`` ranks."""
+    if len(tensors) != size:
+        raise InvalidCollectiveError(
+            f"{call}() among {size} ranks takes lists of {size} tensors, one a rank; one list has {len(tensors)}."
+        )
 
 
 def check_splits(role: str, tensor: Tensor, rows: Sequence[int], size: int) -> None:

@@ -35,7 +35,8 @@ class NotAStreamError(IrisError, TypeError):
         given = f"a tensor of shape {list(value.shape)}" if hasattr(value, "shape") else f"{value!r:.60}"
         super().__init__(
             f"The barrier of the host takes a torch.cuda.Stream whose work it waits for, or nothing, and got {given}. "
-            "Flags are for the barrier of the device context, inside a kernel."
+            "A process group is given by name, as group=…. Flags are for the barrier of the device context, inside a "
+            "kernel."
         )
 
 

@@ -100,7 +100,9 @@ class HandedOut(Life):
 
 def is_handed_out(tensor: torch.Tensor) -> bool:
     """Whether a pool made the tensor, or what it is a view of."""
-    return isinstance(getattr(tensor.untyped_storage(), "iris_owner", None), HandedOut)
+    # Sparse tensors have no storage.
+    strided = tensor.layout is torch.strided
+    return strided and isinstance(getattr(tensor.untyped_storage(), "iris_owner", None), HandedOut)
 
 
 class Pool:

@@ -19,7 +19,6 @@ from iris.errors import (
     MismatchedCollectiveError,
     NotATensorError,
     RankOutOfRangeError,
-    UnknownChoiceError,
     UnsupportedReductionError,
     WorkspaceTooSmallError,
     WrongDeviceError,
@@ -136,7 +135,15 @@ REFUSED = {
     ),
     "the order of complex numbers": (
         lambda ccl, ctx: ccl.reduce(*[ctx.zeros(4, dtype=torch.complex64)] * 2, op=ReduceOp.MAX),
-        UnsupportedReductionError, TypeError, r"MAX.*complex64",
+        UnsupportedReductionError, TypeError, r"MAX of torch.complex64, which has no order: there are SUM",
+    ),
+    "products of complex numbers": (
+        lambda ccl, ctx: ccl.all_reduce(*[ctx.zeros(4, dtype=torch.complex64)] * 2, op=ReduceOp.PRODUCT),
+        UnsupportedReductionError, TypeError, r"no ReduceOp.PRODUCT of torch.complex64: there are SUM.*all_gather\(\)",
+    ),
+    "multiples of integers": (
+        lambda ccl, ctx: ccl.all_reduce(*[ctx.zeros(4, dtype=torch.int32)] * 2, op=dist._make_nccl_premul_sum(0.5)),
+        UnsupportedReductionError, TypeError, r"PREMUL_SUM of torch.int32.*use SUM and multiply before",
     ),
     "no operation": (
         lambda ccl, ctx: ccl.all_reduce(*[ctx.zeros(4)] * 2, op="sum"),
@@ -211,6 +218,15 @@ REFUSED = {
         lambda ccl, ctx: ccl.all_to_all_v(ctx.zeros(4), ctx.zeros(8)[::2], [1, 1], [0, 1], [1, 1], [0, 1]),
         InvalidCollectiveError, ValueError, r"must be contiguous.*\(2,\).*contiguous\(\)",
     ),
+    **{
+        f"an {role} of all_to_all_v that is a conjugate": (
+            lambda ccl, ctx, role=role: (lambda x, y: ccl.all_to_all_v(
+                *(y, x.conj()) if role == "input" else (y.conj(), x), [1, 1], [0, 1], [1, 1], [0, 1]
+            ))(*(ctx.zeros(2, dtype=torch.complex64) for _ in range(2))),
+            InvalidCollectiveError, ValueError, rf"its {role} is a view.*x\.conj\(\).*resolve_conj\(\)",
+        )
+        for role in ("input", "output")
+    },
 }  # fmt: skip
 
 
@@ -272,22 +288,6 @@ def test_a_field_without_effect_is_warned_of_once(field, monkeypatch):
 def test_a_block_has_a_limit():
     with pytest.raises(InvalidConfigError, match="block_size_m=2048, block_size_n=1024.*1048576"):
         Config(block_size_m=2048, block_size_n=1024)
-
-
-def without_this_rank(ctx):
-    others = dist.new_group([0])
-    if ctx.cur_rank != 0:
-        with pytest.raises(InvalidGroupError, match="not a member of the group"):
-            ctx.ccl.all_reduce(ctx.zeros(1), ctx.zeros(1), group=others)
-    else:
-        ctx.zeros(1), ctx.zeros(1)  # as on the other
-        with pytest.raises(UnknownChoiceError, match=r"src=1.*0"):
-            ctx.ccl.broadcast(torch.zeros(1, device=ctx.device), 1, group=others)
-
-
-@pytest.mark.ranks(2, exactly=True)
-def test_a_group_without_this_rank_and_a_root_outside_the_group(ranks):
-    ranks.run(without_this_rank)
 
 
 def with_other_gpus(ctx):

@@ -52,6 +52,15 @@ REFUSED = {
     "a short output": (InvalidCollectiveError, lambda ccl, x, group: ccl.gather(x.clone(), x, 0, group=group)),
     "no input": (NotATensorError, lambda ccl, x, group: ccl.scatter(x, None, 0, group=group)),
     "another dtype": (InvalidCollectiveError, lambda ccl, x, group: ccl.scatter(x, x.double(), 0, group=group)),
+    **{
+        f"a list of which one is {what}": (
+            InvalidCollectiveError,
+            lambda ccl, x, group, other=other: ccl.scatter(
+                x, [x.to(other), *[x] * (group.size() - 1)] if ccl._context.cur_rank == 0 else None, 0, group=group
+            ),
+        )
+        for what, other in {"elsewhere": "meta", "wider": torch.float64}.items()
+    },
     "no sum": (NotATensorError, lambda ccl, x, group: ccl.reduce(None, x, 0, group=group)),
     "no sum of multiples": (
         NotATensorError,
