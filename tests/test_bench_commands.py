@@ -182,3 +182,14 @@ def test_every_gpu_is_a_rank(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert ranks_of_a_bench.number(2) == 8
+
+
+@pytest.mark.parametrize("size", [None, "", "two"])
+def test_a_rank_of_no_number_of_ranks_is_told(size, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    result = CliRunner().invoke(commands, ["bench", "memory"])
+    said = f"RANK=0 says that a launcher has started this as a rank, and WORLD_SIZE={size or ''!r} is no number"
+    assert result.exit_code == 2 and said in " ".join(result.output.split())
