@@ -171,7 +171,11 @@ def trace(out: Path, picture: Path | None, max_events: int, program: Path, argum
 
 
 @commands.command()
-@click.option("--largest", type=click.IntRange(1), default=256 << 10, show_default=True, help="Largest size, in KiB.")
+@click.option(
+    "--largest",
+    type=click.IntRange(1),
+    help="Largest size, in KiB. If not given, 262144, and in the simulator 128.",
+)
 @click.option("--smallest", type=click.IntRange(1), default=8, show_default=True, help="Smallest size, in KiB.")
 @click.option(
     "--out",
@@ -179,7 +183,7 @@ def trace(out: Path, picture: Path | None, max_events: int, program: Path, argum
     help="Folder of the tables to add to, in the place of ~/.config/iris, where Iris looks for them.",
 )
 @num_ranks()
-def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -> None:
+def tune(largest: int | None, smallest: int, out: Path | None, num_ranks: int | None) -> None:
     """Measure this machine; Iris then chooses algorithms by it.
 
     Writes collectives.json: which variant of each collective is fastest, for that number of ranks. On several Hopper
@@ -192,9 +196,12 @@ def tune(largest: int, smallest: int, out: Path | None, num_ranks: int | None) -
     first rank's counts.
     """
     requirements.check()
+    from iris import simulator
     from iris.bench import ranks
     from iris.bench import tune as tuning
 
+    # In the simulator a MiB takes seconds.
+    largest = largest or (128 if simulator.ACTIVE else 256 << 10)
     if largest < smallest:
         raise click.UsageError(f"--largest {largest} is less than --smallest {smallest}; give {smallest} or more.")
     sizes = [smallest << 10]

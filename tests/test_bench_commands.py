@@ -140,11 +140,17 @@ def test_other_measurements_start_as_many_as_they_are_told(command, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "sizes"),
-    [("", [8 << i for i in range(16)]), ("--smallest 1 --largest 1", [1]), ("--smallest 3 --largest 13", [3, 6, 12])],
+    ("options", "simulated", "sizes"),
+    [
+        ("", False, [8 << i for i in range(16)]),
+        ("", True, [8, 16, 32, 64, 128]),
+        ("--smallest 1 --largest 1", True, [1]),
+        ("--smallest 3 --largest 13", False, [3, 6, 12]),
+    ],
 )
-def test_sizes_that_are_tuned(options, sizes, monkeypatch):
+def test_sizes_that_are_tuned(options, simulated, sizes, monkeypatch):
     given = []
+    monkeypatch.setattr(ranks_of_a_bench.simulator, "ACTIVE", simulated)
     monkeypatch.setattr(ranks_of_a_bench, "number", lambda asked: asked)
     monkeypatch.setattr(ranks_of_a_bench, "run", lambda num_ranks, work, sizes, out: given.append(sizes))
     assert CliRunner().invoke(commands, ["tune", *options.split()]).exit_code == 0
@@ -176,3 +182,14 @@ def test_every_gpu_is_a_rank(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert ranks_of_a_bench.number(2) == 8
+
+
+@pytest.mark.parametrize("size", [None, "", "two"])
+def test_a_rank_of_no_number_of_ranks_is_told(size, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    result = CliRunner().invoke(commands, ["bench", "memory"])
+    said = f"RANK=0 says that a launcher has started this as a rank, and WORLD_SIZE={size or ''!r} is no number"
+    assert result.exit_code == 2 and said in " ".join(result.output.split())

@@ -22,7 +22,13 @@ def number(asked: int | None) -> int:
     Raises `click.UsageError` if they cannot be started.
     """
     if "RANK" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+        size = os.environ.get("WORLD_SIZE", "")
+        if not size.isdecimal():
+            raise click.UsageError(
+                f"RANK={os.environ['RANK']} says that a launcher has started this as a rank, and WORLD_SIZE={size!r} "
+                "is no number of ranks. Start it by torchrun, or unset RANK: then it starts ranks itself."
+            )
+        return int(size)
     if simulator.ACTIVE:
         return asked or SIMULATED_RANKS
     gpus = torch.cuda.device_count()
