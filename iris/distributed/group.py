@@ -178,7 +178,8 @@ class ProcessGroupBase(dist.ProcessGroup):
     def abort(self) -> None:
         """Break the group: later calls are errors, on every rank. Local.
 
-        Kernels that wait in vain end by their own time limit, and memory that they use stays.
+        Kernels that wait in vain end by their own time limit, and memory that they use stays. Of a group that has not been
+        used there is nothing to break.
         """
         if self._context is None:
             return
