@@ -167,6 +167,12 @@ class ProcessGroupBase(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Let go of the group's memory. Local; blocks the host until this rank's calls are over."""
         if self._context is not None:
+            # The threads of messages that connect; in the simulator, of all messages.
+            for message in self._connecting.values():
+                message.synchronize()
+            for stream in self._streams.values():
+                if isinstance(stream, Stream):
+                    stream.synchronize()
             if self.device_type == "cuda":
                 torch.cuda.synchronize(self._context.device)
             self._context._release()
@@ -178,8 +184,8 @@ class ProcessGroupBase(dist.ProcessGroup):
     def abort(self) -> None:
         """Break the group: later calls are errors, on every rank. Local.
 
-        Kernels that wait in vain end by their own time limit, and memory that they use stays. Of a group that has not been
-        used there is nothing to break.
+        Kernels that wait in vain end by their own time limit, and memory that they use stays. Of a group that nobody
+        has used there is nothing to break.
         """
         if self._context is None:
             return
