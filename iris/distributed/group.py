@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from iris import simulator
+from iris.arg_parser import count
 from iris.compat.c10d import backend_of, describe, is_split_group, set_backend
 from iris.context import Iris
 from iris.cuda_graphs.capture import refuse_in_capture
 from iris.distributed.symmetric_memory import SymmetricMemory
-from iris.errors import HeapClosedError, InvalidGroupError, WrongDeviceError
+from iris.errors import HeapClosedError, InvalidCountError, InvalidGroupError, WrongDeviceError
 from iris.simulator.streams import Enqueued, Stream
 
 NAME = "iris"
@@ -131,6 +132,8 @@ class ProcessGroupBase(dist.ProcessGroup):
         ------
         WrongDeviceError
             The group does not work on this device.
+        InvalidCountError
+            ``size`` is no number of elements.
         OutOfStepError, IrisTimeoutError
             Other ranks made other calls, or none.
         """
@@ -140,6 +143,8 @@ class ProcessGroupBase(dist.ProcessGroup):
                 f"The Iris backend of this group works on {self.device_type}, and was asked for a tensor on {device}. "
                 "Ask for it where supports_tensor_alloc() is True, and take torch.empty() elsewhere."
             )
+        if count(size, least=0) is None:
+            raise InvalidCountError("size", size, "elements", least=0)
         return self.memory(device).empty(size, dtype)
 
     def memory(self, device: torch.device) -> SymmetricMemory:
