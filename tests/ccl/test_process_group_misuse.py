@@ -61,6 +61,8 @@ def too_few_tensors(ctx):
         for count in (size - 1, size + 1):
             with pytest.raises(InvalidCollectiveError, match=rf"{name}\(\) among {size} ranks takes .* has {count}"):
                 call([torch.zeros(4, device=ctx.device) for _ in range(count)])
+    with pytest.raises(InvalidCollectiveError, match=r"alltoall\(\) of torch.distributed was given lists without a"):
+        dist.all_to_all([], [], group=group)
     with pytest.raises(InvalidCollectiveError, match=r"all_reduce\(\) takes tensors .*sparse_coo"):
         dist.all_reduce(x.to_sparse(), group=group)
     with pytest.raises(InvalidCollectiveError, match=r"all_reduce\(\) takes tensors .*transform of torch.func"):
