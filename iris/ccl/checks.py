@@ -122,8 +122,8 @@ def check_columns(comm: Ranks, name: str, output: torch.Tensor, input: torch.Ten
     """That both have the same columns, and these can be divided among the ranks."""
     if input.dim() == 0 or input.shape[-1] % comm.size or output.shape != input.shape:
         raise InvalidCollectiveError(
-            f"{name} among {comm.size} ranks takes an input and an output of the same shape whose last dimension is a "
-            f"multiple of {comm.size}; it got {list(input.shape)} and {list(output.shape)}."
+            f"{name}() among {comm.size} ranks takes an input and an output of the same shape whose last dimension is "
+            f"a multiple of {comm.size}; it got {list(input.shape)} and {list(output.shape)}."
         )
 
 

@@ -112,7 +112,8 @@ class Collectives(RootedCollectives):
 
         Counts and displacements are numbers of elements of the flattened tensors, one a rank: sequences of integers, or
         int64 tensors on the device, which the host does not look at; then the caller guarantees that they stay within
-        the tensors. What rank r sends to this rank must be as many as ``recv_counts[r]``. Both tensors are contiguous.
+        the tensors. What rank r sends to this rank must be as many as ``recv_counts[r]``. Both tensors are contiguous,
+        and no views as ``x.conj()`` makes them.
         """
         comm, stream, line = self._enter("all_to_all_v", group, output, input, config)
         rows = counts.on_device(comm, (send_counts, send_displs, recv_counts, recv_displs), output, input, line)

@@ -235,6 +235,8 @@ def on_a_stream(method: Callable[..., Any]) -> Callable[..., dist.Work]:
     def call(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
         values = (*args, *kwargs.values()) if kwargs else args
         tensors = tensors_in(values)
+        if not tensors:
+            raise InvalidCollectiveError(f"{method.__name__}() of torch.distributed was given lists without a tensor.")
         device = tensors[0].device
         if device.type != self.device_type:
             return getattr(self._cpu_group(device), method.__name__)(*args, **kwargs)

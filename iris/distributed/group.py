@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from iris import simulator
+from iris.arg_parser import count
 from iris.compat.c10d import backend_of, describe, is_split_group, set_backend
 from iris.context import Iris
 from iris.cuda_graphs.capture import refuse_in_capture
 from iris.distributed.symmetric_memory import SymmetricMemory
-from iris.errors import HeapClosedError, InvalidGroupError, WrongDeviceError
+from iris.errors import HeapClosedError, InvalidCountError, InvalidGroupError, WrongDeviceError
 from iris.simulator.streams import Enqueued, Stream
 
 NAME = "iris"
@@ -131,6 +132,8 @@ class ProcessGroupBase(dist.ProcessGroup):
         ------
         WrongDeviceError
             The group does not work on this device.
+        InvalidCountError
+            ``size`` is no number of elements.
         OutOfStepError, IrisTimeoutError
             Other ranks made other calls, or none.
         """
@@ -140,6 +143,8 @@ class ProcessGroupBase(dist.ProcessGroup):
                 f"The Iris backend of this group works on {self.device_type}, and was asked for a tensor on {device}. "
                 "Ask for it where supports_tensor_alloc() is True, and take torch.empty() elsewhere."
             )
+        if count(size, least=0) is None:
+            raise InvalidCountError("size", size, "elements", least=0)
         return self.memory(device).empty(size, dtype)
 
     def memory(self, device: torch.device) -> SymmetricMemory:
@@ -167,6 +172,12 @@ class ProcessGroupBase(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Let go of the group's memory. Local; blocks the host until this rank's calls are over."""
         if self._context is not None:
+            # The threads of messages that connect; in the simulator, of all messages.
+            for message in self._connecting.values():
+                message.synchronize()
+            for stream in self._streams.values():
+                if isinstance(stream, Stream):
+                    stream.synchronize()
             if self.device_type == "cuda":
                 torch.cuda.synchronize(self._context.device)
             self._context._release()
@@ -178,7 +189,8 @@ class ProcessGroupBase(dist.ProcessGroup):
     def abort(self) -> None:
         """Break the group: later calls are errors, on every rank. Local.
 
-        Kernels that wait in vain end by their own time limit, and memory that they use stays.
+        Kernels that wait in vain end by their own time limit, and memory that they use stays. Of a group that nobody
+        has used there is nothing to break.
         """
         if self._context is None:
             return

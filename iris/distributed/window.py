@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 
 from iris import observer, simulator
+from iris.arg_parser import index
+from iris.ccl.checks import check_tensor
 from iris.ccl.queue import MAX_RANKS
 from iris.compat.c10d import unified_window
 from iris.distributed.calls import EnqueuedWork, SimulatedMessage
@@ -149,6 +151,9 @@ class Window:
     ) -> dist.Work:
         """Copy ``tensor`` to the elements from ``target_offset_nelems`` on of the tensor of ``dst_rank``."""
         target = self.map_remote_tensor(dst_rank).view(-1)
+        check_tensor("put", tensor)
+        if index(target_offset_nelems) is None:
+            raise InvalidCollectiveError(f"put() to element {target_offset_nelems!r:.60}: that is a whole number.")
         end = target_offset_nelems + tensor.numel()
         if tensor.dtype != target.dtype or not 0 <= target_offset_nelems <= end <= target.numel():
             raise InvalidCollectiveError(
@@ -184,8 +189,10 @@ class Window:
         return unified_window()
 
     def _check(self, rank: int) -> None:
-        if not 0 <= rank < self._comm.size:
-            raise InvalidCollectiveError(f"Rank {rank} of a window: its group has ranks 0 to {self._comm.size - 1}.")
+        if index(rank) is None or not 0 <= rank < self._comm.size:
+            raise InvalidCollectiveError(
+                f"Rank {rank!r:.60} of a window: its group has ranks 0 to {self._comm.size - 1}."
+            )
 
     def _flag_kernel(self, kernel: Any, peer: int) -> Callable[[], None]:
         """What launches `signal_peer` or `await_peer` for this peer on the current stream."""
@@ -209,6 +216,7 @@ class Window:
         tensors: Sequence[torch.Tensor] = (),
     ) -> dist.Work:
         """Enqueue a call on the current stream or, with ``async_op``, on the window's stream for ``queue``."""
+        self._group.context(self._device, call)  # raises, if the group was destroyed
         flag = self._comm.abort_flag
         flag.check()
         if not async_op:

@@ -100,9 +100,11 @@ class HandedOut(Life):
 
 def is_handed_out(tensor: torch.Tensor) -> bool:
     """Whether a pool made the tensor, or what it is a view of."""
-    # Sparse tensors have no storage.
-    strided = tensor.layout is torch.strided
-    return strided and isinstance(getattr(tensor.untyped_storage(), "iris_owner", None), HandedOut)
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:  # of sparse tensors, and of those in transforms of torch.func
+        return False
+    return isinstance(getattr(storage, "iris_owner", None), HandedOut)
 
 
 class Pool:

@@ -18,9 +18,13 @@ class Enqueued:
 
     def wait(self) -> None:
         """Wait until the call has ended, and raise what it raised."""
-        self._thread.join()
+        self.synchronize()
         if self._error is not None:
             raise self._error
+
+    def synchronize(self) -> None:
+        """Wait until the call has ended, with an error or without."""
+        self._thread.join()
 
     def is_over(self) -> bool:
         """Whether the call has ended, with an error or without."""
@@ -28,7 +32,7 @@ class Enqueued:
 
     def _run(self, call: Callable[[], None], before: "Enqueued | None") -> None:
         if before is not None:
-            before._thread.join()
+            before.synchronize()
         try:
             call()
         except BaseException as error:
@@ -45,3 +49,8 @@ class Stream:
         """Run ``call`` when the calls before it are over."""
         self._last = Enqueued(call, self._last)
         return self._last
+
+    def synchronize(self) -> None:
+        """Wait until the calls so far have ended, with errors or without."""
+        if self._last is not None:
+            self._last.synchronize()

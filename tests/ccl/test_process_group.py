@@ -118,6 +118,24 @@ def unequal_parts_and_messages(ctx, group, members):
         assert torch.equal(received, everyone[rank - 1].repeat(repeats))
 
 
+def destroyed_meanwhile(ctx):
+    """To destroy a group waits for its messages, whether anyone waits for their works before or after."""
+    group, me, size = make_group(ctx), ctx.cur_rank, ctx.num_ranks
+    received = torch.zeros(40_000, device=ctx.device)
+    works = [
+        dist.irecv(received, (me - 1) % size, group=group),
+        dist.isend(values(ctx, 40_000, me), (me + 1) % size, group=group),
+    ]
+    dist.destroy_process_group(group)
+    for work in works:
+        work.wait()
+    assert torch.equal(received, values(ctx, 40_000, (me - 1) % size))
+
+
+def test_a_group_that_is_destroyed_with_messages_under_way(ranks):
+    ranks.run(destroyed_meanwhile)
+
+
 def of_all_and_of_some(ctx):
     everyone = list(range(ctx.num_ranks))
     for members in (everyone, everyone[1:]):

@@ -61,8 +61,12 @@ def too_few_tensors(ctx):
         for count in (size - 1, size + 1):
             with pytest.raises(InvalidCollectiveError, match=rf"{name}\(\) among {size} ranks takes .* has {count}"):
                 call([torch.zeros(4, device=ctx.device) for _ in range(count)])
+    with pytest.raises(InvalidCollectiveError, match=r"alltoall\(\) of torch.distributed was given lists without a"):
+        dist.all_to_all([], [], group=group)
     with pytest.raises(InvalidCollectiveError, match=r"all_reduce\(\) takes tensors .*sparse_coo"):
         dist.all_reduce(x.to_sparse(), group=group)
+    with pytest.raises(InvalidCollectiveError, match=r"all_reduce\(\) takes tensors .*transform of torch.func"):
+        torch.func.vmap(lambda each: (dist.all_reduce(each, group=group), each)[1])(x.view(2, 2))
     # Of any shapes.
     parts = [torch.zeros(2, 3 + rank, device=ctx.device) for rank in range(size)]
     dist.all_gather(parts, torch.full((2 * (3 + me),), 5.0 + me, device=ctx.device), group=group)

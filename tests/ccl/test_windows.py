@@ -1,5 +1,6 @@
 """Windows of a process group: a rank puts into the tensors of others, and signals."""
 
+import re
 from unittest import mock
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import iris.distributed  # noqa: F401 (registers the backend)
-from iris.errors import InvalidCollectiveError
+from iris.errors import HeapClosedError, InvalidCollectiveError, InvalidCountError, NotATensorError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -90,9 +91,19 @@ def refused(ctx):
         window.put(tensor[:2], 0, 999)
     with pytest.raises(InvalidCollectiveError, match="put.. of int32.2. to elements 0 to 2"):
         window.put(tensor[:2].int(), 0, 0)
-    with pytest.raises(InvalidCollectiveError, match="its group has ranks 0 to 1"):
-        window.signal(2)
+    for peer in (2, "1", None):
+        with pytest.raises(InvalidCollectiveError, match=f"Rank {peer!r} of a window: its group has ranks 0 to 1"):
+            window.signal(peer)
+    with pytest.raises(InvalidCollectiveError, match="to element 1.0: that is a whole number"):
+        window.put(tensor[:2], 0, 1.0)
+    with pytest.raises(NotATensorError, match=r"put\(\) takes tensors, and this is a list"):
+        window.put([1.0], 0, 0)
+    for size in (-3, (2, 3), 1.0):
+        with pytest.raises(InvalidCountError, match=re.escape(f"size={size!r} is not possible: it is a number of el")):
+            group.allocate_tensor(size, dtype=torch.float32, device=ctx.device)
     dist.destroy_process_group(group)
+    with pytest.raises(HeapClosedError, match="This process group was destroyed"):
+        window.signal(1 - rank)
 
 
 @pytest.mark.ranks(2)
