@@ -15,7 +15,8 @@ serves the p-th share of a rank's tokens, in steps of `Extents.STEP` tokens. One
 1. sends the choices of its rank's tokens, and their counts, to all ranks; then it adds 1 to ``routed`` of all;
 2. step by step, sends the rows of its rank's tokens to the other ranks; then it raises ``sent`` of all.
 
-It waits for nothing. One that receives:
+It waits for nothing. Once in `calls_between_refreshes` calls it also raises flags that it may not have raised for long.
+One that receives:
 
 3. waits for ``routed`` of all programs of all ranks. Now it knows where its tokens' rows begin for each expert, and
    stores to ``places`` where each choice goes;
@@ -86,11 +87,28 @@ def send_choices(ctx, slot, topk_ids, topk_weights, tokens, weighted, EXTENTS: t
     ctx._signal_ranks(slot.routed + rank, 1 + 0 * peers, peers, here=peers < EXTENTS.W, op="add")
 
 
+@triton.constexpr_function
+def calls_between_refreshes(steps):
+    """In which flags rise by 2^30 at most. It divides 2^32, so that it goes on where the numbers of calls wrap."""
+    return (1 << 30) // triton.next_power_of_2(steps)
+
+
+@triton.jit
+def refresh(ctx, slot, call, EXTENTS: tl.constexpr):
+    """Raise to this call what its waits have behind them: flags that other calls may not have raised.
+
+    Without that, one that is 2^31 behind would be taken for one ahead (`iris.experts.memory`).
+    """
+    flag = ctx.cur_rank * EXTENTS.PROGRAMS + tl.program_id(0)
+    signal_all(ctx, slot.sent + flag, call * EXTENTS.STEPS + EXTENTS.STEPS - 1)
+    signal_all(ctx, slot.weighed + flag, call - 1)
+
+
 @triton.jit
 def send(
     ctx, slot, x, scales, topk_ids, topk_weights, tokens, weighted, call, FORM: tl.constexpr, EXTENTS: tl.constexpr
 ):
-    """What a program that sends does: steps 1 and 2."""
+    """What a program that sends does: steps 1 and 2, and sometimes a `refresh`."""
     rank, program = ctx.cur_rank, tl.program_id(0)
     first, last = chunk_of(tokens, program, EXTENTS)
     token = first + tl.arange(0, EXTENTS.STEP)
@@ -122,6 +140,9 @@ def send(
             token, bits = next_token, next_bits
             # To this rank too: rows that are quantized go by way of its own region.
             signal_all(ctx, slot.sent + rank * EXTENTS.PROGRAMS + program, call * EXTENTS.STEPS + step + 1)
+    REFRESHED: tl.constexpr = calls_between_refreshes(EXTENTS.STEPS)
+    if call % REFRESHED == 0:
+        refresh(ctx, slot, call, EXTENTS)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ and "receiver p" are the p-th of them. The symmetric part of a slot:
     calls     [2 P]          each program of this rank's dispatch its own    the same, and that of the combine
     routed    [W]            each sender of dispatch on s adds 1 on all      every receiver of dispatch
     sent      [W, P]         sender p of dispatch on s, on all               receiver p of dispatch
-    weighed   [W, P]         sender p of combine on s, on all                sender p of combine, on s receiver p
+    weighed   [W, P]         sender p of combine, or dispatch, on s, on all  sender p of combine, on s receiver p
     returned  [W, P]         sender p of combine on d, on the others         receiver p of combine
     tokens    [W]            sender 0 of dispatch on s, on all               receivers of dispatch, all of combine
     tallies   [W, P, LOCAL]  sender p of dispatch on s, on all               every receiver of dispatch
@@ -53,11 +53,15 @@ Why combine n of s may write weights to d: nothing reads them in dispatch, and d
 Why combine n of d may write to ``partials`` of s: d has waited for ``routed[s]`` of dispatch n, which s adds to after
 its combine n - 1, where it has read them.
 
-Where this ends: a flag that is 2^31 behind, or more, counts as ahead. ``routed`` and ``returned`` are raised in every
-call. But program p of a rank raises ``sent`` only in dispatches in which it has tokens, ``weighed`` only in combines
-with weights, and ``staged`` only in combines in stages. One that it has last raised 2^31 / S dispatches of the slot
-before, or 2^31 of the other two, is not waited for: rows of an earlier call may be taken for those of this one. (The
-kernels for few tokens refresh such words: "Stamps" in `iris.experts.low_latency.memory`.)
+Why a flag of long ago is not taken for one ahead, which by a wrapping difference is one that is 2^31 behind:
+
+* ``routed`` and ``returned`` are raised in every call.
+* Sender p raises ``sent`` only in dispatches in which it has tokens, and ``weighed`` only in combines with weights. So
+  at least once in each 2^30 / S dispatches of the slot it raises both all the same: to n S + S - 1 and n - 1 in dispatch
+  n. Nobody waits for these values, or for less, afterwards: the rows of dispatch n have all been sent, and combine n is
+  still to come.
+* ``staged`` is raised for every block in each combine in stages. This is not guarded: 2^31 dispatches of the slot would
+  have to come between two of these.
 
 Each rank makes the same calls in the same order, so the ranks give slots alike. All calls of one rank follow each
 other: on one stream, or on several that wait for each other.
