@@ -31,7 +31,7 @@ from iris.language.fences import fence as ordered_fence
 from iris.language.fences import order_bulk_copies as ordered_bulk_copies
 from iris.language.initialisation import check_context, is_switch, refuse
 from iris.language.jit import aggregate, in_gluon, jit
-from iris.language.locality import base_of, elsewhere, guarded, guards, note_all_remote
+from iris.language.locality import base_of, check_table, elsewhere, guarded, guards, note_all_remote
 from iris.language.ordering import SET
 from iris.language.ordering import signal as ordered_signal
 from iris.language.ordering import wait as ordered_wait
@@ -264,7 +264,7 @@ class DeviceContext:
 def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
     """The context of this rank, with all of its fields given."""
     if in_simulator():
-        check_context(rank, num_ranks)
+        check_context(rank, num_ranks, rank_of(context_tensor), num_ranks_of(context_tensor))
     table = context_tensor + BASES
     base = base_of(table, rank)
     if tracing or TRACES_ALL:
@@ -277,6 +277,7 @@ def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
 @jit
 def identify(context_tensor, rank, num_ranks, tracing: tl.constexpr):
     """`connect` with rank and number of ranks from the context tensor, where they are None."""
+    check_table(context_tensor.type, "initialize() a context tensor", "ctx.get_device_context()")
     return connect(
         context_tensor,
         rank_of(context_tensor) if rank is None else rank,
@@ -309,7 +310,14 @@ def initialize_traced_second(context_tensor, tracing=False, rank=None, num_ranks
     if is_switch(tracing):
         return identify(context_tensor, rank, num_ranks, tracing)
     else:
-        return identify(context_tensor, tracing, rank, num_ranks if is_switch(num_ranks) else False)
+        # In Triton's order: `tracing` is the rank, `rank` the number of ranks unless that has its name, and the last
+        # argument is `tracing` if it is a switch.
+        return identify(
+            context_tensor,
+            tracing,
+            num_ranks if rank is None and not is_switch(num_ranks) else rank,
+            num_ranks if is_switch(num_ranks) else False,
+        )
 
 
 IrisDeviceCtx = in_gluon(DeviceContext)

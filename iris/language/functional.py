@@ -7,7 +7,7 @@ multiple of so many bytes, as ``tl.multiple_of``; 16-byte accesses never need it
 
 import triton.language as tl
 
-from iris.language.address import check_copy, check_reach, in_simulator, translate
+from iris.language.address import check_caller, check_copy, check_reach, in_simulator, translate
 from iris.language.failures import CHECKS_POINTERS, check_pointer
 from iris.language.jit import jit
 from iris.language.locality import base_of, elsewhere, guarded, guards
@@ -37,6 +37,8 @@ def peer_address(ptr, from_rank, to_rank, heap_bases, mask, hint: tl.constexpr):
     """The address of ``to_rank``'s copy of ``ptr``, which points into ``from_rank``'s heap and is used under
     ``mask``.
     """
+    if in_simulator():
+        check_caller(from_rank, tl.load(heap_bases))
     base = base_of(heap_bases, from_rank)
     if in_simulator():
         check_reach(ptr, mask, base, to_rank)

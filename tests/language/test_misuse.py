@@ -3,13 +3,20 @@
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import iris
-from iris.errors import InvalidContextError, NotSymmetricError, NotTheCallerError, RankOutOfRangeError
+from iris.errors import (
+    InvalidArgumentError,
+    InvalidContextError,
+    NotSymmetricError,
+    NotTheCallerError,
+    RankOutOfRangeError,
+)
 from iris.gluon import IrisDeviceCtx
-from language import atomic_kernels, meeting_kernels, move_kernels
+from language import atomic_kernels, initialise_kernels, meeting_kernels, move_kernels
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="only the simulator looks at a kernel's pointers"),
@@ -96,11 +103,74 @@ def wrong_context(ctx):
     for wrong in (ctx.get_heap_bases(), torch.tensor([5, 2, 0, 0, 0])):
         with pytest.raises(InvalidContextError, match=r"rank -?\d+ of -?\d+"):
             meeting_kernels.triton_compare[(1,)](wrong, flag, 1, seen, "eq")
+    with pytest.raises(InvalidContextError, match=r"of the type pointer<fp32>.*get_device_context\(\)"):
+        meeting_kernels.gluon_compare[(1,)](ctx.zeros(4), flag, 1, seen, "eq")
+    with pytest.raises(InvalidContextError, match=r"heap_bases of the type int32.*get_heap_bases\(\)"):
+        move_kernels.triton_functional[(1,)](ctx.get_device_context(), 7, flag, seen, 1, ctx.cur_rank, 0, "get", 1)
     ctx.barrier()
 
 
 def test_what_is_no_context_is_told(ranks):
     ranks.run(wrong_context)
+
+
+def not_of_this_rank(ctx, language):
+    """A rank, or more ranks, that the context tensor has not. Nothing is read past the end of what it has."""
+    kernel, seen = getattr(initialise_kernels, f"{language}_initialise"), torch.zeros(3, dtype=torch.int32)
+    rank, size = ctx.cur_rank, ctx.num_ranks
+    for wrong, number in ((rank, size + 3), ((rank + 1) % size, size), (size, rank)):
+        text = rf"rank {wrong} of {number}: the context tensor is that of rank {rank} of {size}"
+        with pytest.raises(InvalidContextError, match=text):
+            kernel[(1,)](ctx.get_device_context(), seen, wrong, number, 3, False)
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_a_context_of_another_rank_or_of_more_ranks(ranks, language):
+    ranks.run(not_of_this_rank, language)
+
+
+def no_caller(ctx, form):
+    source, target = ctx.zeros(100), ctx.zeros(100)
+    for wrong in (-1, ctx.num_ranks, ctx.num_ranks + 5):
+        args = ctx.get_device_context(), ctx.get_heap_bases(), source, target, 100, wrong, 0, "put"
+        with pytest.raises(RankOutOfRangeError, match=f"no rank {wrong}: the group has {ctx.num_ranks}"):
+            getattr(move_kernels, form)[(1,)](*args, 128)
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("form", ["triton_functional", "gluon_functional"])
+def test_a_caller_that_is_not_there(ranks, form):
+    ranks.run(no_caller, form)
+
+
+@triton.jit
+def store_wrongly(context_tensor, target, FORM: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(context_tensor)
+    if FORM == "swapped":
+        ctx.store(1.0, target, 0)
+    elif FORM == "loaded":
+        ctx.store(tl.load(target), 1.0, 0)
+    elif FORM == "flag":
+        ctx.signal(tl.load(target), 1, 0)
+    else:
+        ctx.store(target, 1.0, (ctx.cur_rank + 1) / 2)
+
+
+def of_wrong_types(ctx):
+    for form, text in (
+        ("swapped", r"a pointer into the heap .* got 1\.0"),
+        ("loaded", "a pointer into the heap .* got numbers of fp32"),
+        ("flag", "a pointer into the heap .* got numbers of fp32"),
+        ("divided", "A rank is a whole number.* got fp32"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=text):
+            store_wrongly[(1,)](ctx.get_device_context(), ctx.zeros(1), form)
+    ctx.barrier()
+
+
+def test_numbers_in_the_place_of_pointers_and_ranks_that_are_not_whole(ranks):
+    ranks.run(of_wrong_types)
 
 
 @triton.jit
