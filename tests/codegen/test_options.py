@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from covering import covering
-from language import option_kernels
+from language import atomic_kernels, option_kernels
 
 from codegen.offline import compile_for
 
@@ -59,3 +59,11 @@ def test_a_hint_makes_accesses_of_a_peer_wide(language, operation):
 @pytest.mark.parametrize("language", ["triton", "gluon"])
 def test_a_compare_and_swap_takes_a_hint(language):
     assert re.search(r"atom\.\S+\.cas\.", compiled("sm_90", language, "cas", None, None, 16))
+
+
+@pytest.mark.parametrize("mask", [None, True])
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_an_atomic_takes_one_mask_for_a_block(language, mask):
+    kernel = getattr(atomic_kernels, f"{language}_one_mask")
+    text = compile_for("sm_90", kernel, CONTEXT, torch.zeros(128, dtype=torch.int32), 1, 3, mask).text
+    assert re.search(r"(?:red|atom)\.\S*add", text)
