@@ -180,6 +180,10 @@ class DeviceContext:
     def fence(self):
         """Order everything that this block did before everything that it will do, for observers on any rank.
 
+        But for one pair: a load after it may still come before a store to other memory before it, as the fence is
+        acq_rel and not sequentially consistent (PTX ISA, "membar / fence"). So of two ranks that each store a flag and
+        then look at the other's, neither need see it.
+
         Nothing goes over the link, but it may take as long as earlier stores take to arrive.
         """
         ordered_fence()
