@@ -33,9 +33,11 @@ def check_reach(
     if heap is None:
         for other in live_heaps():
             if own in other.bases:
+                # All ranks of other hosts have the base 0.
+                passed = other.bases.index(own) if own else "that of a rank on another host"
                 raise NotTheCallerError(
                     f"Rank {other.group.rank} called a device operation that takes the caller's rank, and passed "
-                    f"{other.bases.index(own)}. A pointer is always into the caller's own heap; the signature says "
+                    f"{passed}. A pointer is always into the caller's own heap; the signature says "
                     "which argument is the caller and which the peer."
                 )
         if not is_mapped(own):

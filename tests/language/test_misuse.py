@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from rank_pool import Hosts
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -65,6 +66,21 @@ def wrong_caller(ctx):
 
 def test_the_functional_form_wants_the_callers_rank(ranks):
     ranks.run(wrong_caller)
+
+
+def wrong_caller_elsewhere(ctx):
+    source, target = ctx.zeros(100), ctx.zeros(100)
+    for other in set(range(4)) - {ctx.cur_rank}:
+        args = ctx.get_device_context(), ctx.get_heap_bases(), source, target, 100, other, ctx.cur_rank, "put"
+        passed = other if ctx.is_local(other) else "that of a rank on another host"
+        with pytest.raises(NotTheCallerError, match=f"Rank {ctx.cur_rank} .* passed {passed}"):
+            move_kernels.triton_functional[(1,)](*args, 128)
+    ctx.barrier()
+
+
+@pytest.mark.ranks(Hosts(2, 2), exactly=True)
+def test_the_callers_rank_is_not_one_of_another_host(ranks):
+    ranks.run(wrong_caller_elsewhere)
 
 
 def copy_between_others(ctx, form):
