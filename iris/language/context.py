@@ -95,7 +95,7 @@ class DeviceContext:
             # Which elements of ``ptr`` will be accessed is not known here. With a mask of False only ranks are checked.
             check_reach(ptr, False, self.base, rank)
         base = base_of(self.table, rank)
-        if guards(self.table.type):
+        if guards(self.table):
             # A rank of another host cannot be accessed. For such a one the result is the caller's own copy, and the
             # error is recorded now, as the later access does not do so.
             self._within_host(ptr, rank, None)
@@ -117,7 +117,7 @@ class DeviceContext:
     def _peer_word(self, ptr, rank, hint: tl.constexpr = None):
         """`_peers` for an operation that takes no mask."""
         target = self._peers(ptr, rank, None, hint)
-        if guards(self.table.type):
+        if guards(self.table):
             return elsewhere(target, self._within_host(ptr, rank, None), self._record())
         else:
             return target
@@ -217,7 +217,7 @@ class DeviceContext:
         """
         self._check(flags_ptr, None, self.cur_rank)
         event = self.tracing.begin_flag("barrier", flags_ptr, rank=self.cur_rank, value=0, mask=None, form="meeting")
-        if guards(self.table.type):
+        if guards(self.table):
             # Ranks of other hosts cannot be signalled, so the barrier would never end: record the error instead.
             note_all_remote(self.table, self.num_ranks, self._record())
             reached = 0
@@ -281,7 +281,7 @@ def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
 @jit
 def identify(context_tensor, rank, num_ranks, tracing: tl.constexpr):
     """`connect` with rank and number of ranks from the context tensor, where they are None."""
-    check_table(context_tensor.type, "initialize() a context tensor", "ctx.get_device_context()")
+    check_table(context_tensor, "initialize() a context tensor", "ctx.get_device_context()")
     return connect(
         context_tensor,
         rank_of(context_tensor) if rank is None else rank,

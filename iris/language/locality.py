@@ -46,17 +46,18 @@ def is_local(self, rank):
 
 
 @triton.constexpr_function
-def guards(kind):
-    """Whether accesses with a table of heap bases of this type are guarded."""
-    check_table(kind, "heap_bases", "ctx.get_heap_bases()")
-    return kind.element_ty == tl.uint64
+def guards(table):
+    """Whether accesses with this table of heap bases are guarded."""
+    check_table(table, "heap_bases", "ctx.get_heap_bases()")
+    return table.type.element_ty == tl.uint64
 
 
 @triton.constexpr_function
-def check_table(kind, name, source):
-    """Raise unless this is the type of a context tensor or a table of heap bases: the argument ``name``."""
+def check_table(table, name, source):
+    """Raise unless this has the type of a context tensor or a table of heap bases. ``name``: what the argument is."""
     from iris.errors import InvalidContextError
 
+    kind = table.type if isinstance(table, tl.tensor) else type(table).__name__
     if getattr(kind, "element_ty", None) not in (tl.int64, tl.uint64):
         raise InvalidContextError(f"A kernel passed {name} of the type {kind}: it is what {source} gives.")
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import triton
-import triton.language as tl
 from rank_pool import Hosts
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,7 +16,7 @@ from iris.errors import (
     RankOutOfRangeError,
 )
 from iris.gluon import IrisDeviceCtx
-from language import atomic_kernels, initialise_kernels, meeting_kernels, move_kernels
+from language import atomic_kernels, initialise_kernels, meeting_kernels, mistaken_kernels, move_kernels
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="only the simulator looks at a kernel's pointers"),
@@ -160,33 +159,15 @@ def test_a_caller_that_is_not_there(ranks, form):
     ranks.run(no_caller, form)
 
 
-@triton.jit
-def store_wrongly(context_tensor, target, FORM: tl.constexpr):
-    ctx = iris.DeviceContext.initialize(context_tensor)
-    if FORM == "swapped":
-        ctx.store(1.0, target, 0)
-    elif FORM == "loaded":
-        ctx.store(tl.load(target), 1.0, 0)
-    elif FORM == "flag":
-        ctx.signal(tl.load(target), 1, 0)
-    else:
-        ctx.store(target, 1.0, (ctx.cur_rank + 1) / 2)
-
-
-def of_wrong_types(ctx):
-    for form, text in (
-        ("swapped", r"a pointer into the heap .* got 1\.0"),
-        ("loaded", "a pointer into the heap .* got numbers of fp32"),
-        ("flag", "a pointer into the heap .* got numbers of fp32"),
-        ("divided", "A rank is a whole number.* got fp32"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=text):
-            store_wrongly[(1,)](ctx.get_device_context(), ctx.zeros(1), form)
+def of_wrong_types(ctx, what):
+    with pytest.raises((InvalidArgumentError, InvalidContextError), match=mistaken_kernels.MISTAKES[what]):
+        mistaken_kernels.store[(1,)](ctx.get_device_context(), ctx.get_heap_bases(), ctx.zeros(1), what)
     ctx.barrier()
 
 
-def test_numbers_in_the_place_of_pointers_and_ranks_that_are_not_whole(ranks):
-    ranks.run(of_wrong_types)
+@pytest.mark.parametrize("what", mistaken_kernels.MISTAKES)
+def test_arguments_of_other_types_are_said_in_words(ranks, what):
+    ranks.run(of_wrong_types, what)
 
 
 @triton.jit
