@@ -17,7 +17,7 @@ def initialised(ctx, language):
         number = size if form in (1, 4, 5) else rank + 1
         for traced in (False, True):
             kernel[(1,)](ctx.get_device_context(), seen.zero_(), rank, number, form, traced)
-            on = traced and form not in (0, 7)
+            on = traced and form not in (0, 8)
             assert seen.tolist() == [10 + rank, 20 + number, int(on)], (language, form, traced)
     ctx.barrier()
 
