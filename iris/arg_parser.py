@@ -150,12 +150,15 @@ def bounds_of_arange(*args: Any, **given: Any) -> tuple[Real, Real, Real]:
 
 def length_of_arange(start: Real, end: Real, step: Real, dtype: torch.dtype) -> int:
     """The number of elements of torch.arange, which computes it in the dtype of the result."""
+    given = start, end, step
+    if dtype == torch.int64 and all(map(math.isfinite, given)):
+        start, end, step = map(int, given)
     if step == 0 or not 0 <= (end - start) * step < math.inf:
-        call = f"arange(start={start}, end={end}, step={step})"
-        ask(call, "start, end and step are numbers", lambda: torch.arange(start, end, step, device="cpu"))
-    if dtype == torch.int64:
-        return len(range(int(start), int(end), int(step)))
-    return math.ceil((end - start) / step)
+        call = "arange(start={}, end={}, step={}, dtype={})".format(*given, dtype)
+        takes = "start, end and step are numbers"
+        ask(call, takes, lambda: torch.arange(*given, dtype=dtype, device="cpu"))
+    # In integers, as a float cannot hold every one of 64 bits.
+    return -((start - end) // step) if dtype == torch.int64 else math.ceil((end - start) / step)  # type: ignore[return-value]
 
 
 def check_random(name: str, dtype: torch.dtype, **bounds: Any) -> None:

@@ -10,6 +10,7 @@ from iris.errors import (
     InvalidDtypeError,
     InvalidLayoutError,
     InvalidOutputError,
+    InvalidValueError,
     NotATensorError,
     WrongDeviceError,
 )
@@ -57,6 +58,9 @@ CALLS = {
     "arange to a name": lambda t: t.arange(end=4),
     "arange with a dtype": lambda t: t.arange(6, dtype=torch.bfloat16),
     "arange of nothing": lambda t: t.arange(0),
+    "arange of fractions in int64": lambda t: t.arange(0.5, 7.9, 2.5, dtype=torch.int64),
+    "arange of fractions in int32": lambda t: t.arange(0.5, 7.9, 1.5, dtype=torch.int32),
+    "arange of large integers": lambda t: t.arange(2**62 + 1, 2**62 + 8, 3),
     "arange of numpy's integers": lambda t: t.arange(numpy.int64(2), numpy.int32(9)),
     "linspace": lambda t: t.linspace(-1, 1, 7),
     "linspace of complex": lambda t: t.linspace(0, 1 + 1j, 3),
@@ -247,6 +251,14 @@ def test_what_the_heap_does_not_have_is_refused(ctx, call):
 def test_arguments_that_do_not_fit_are_refused(ctx, call):
     with pytest.raises(TypeError):
         call(ctx)
+
+
+def test_arange_in_integers_by_less_than_one_raises_as_torch_does(ctx):
+    text = r"step must be nonzero"
+    with pytest.raises((RuntimeError, ValueError), match=text):
+        torch.arange(0, 3, 0.5, dtype=torch.int64)
+    with pytest.raises(InvalidValueError, match=rf"arange\(start=0, end=3, step=0\.5, dtype=torch\.int64\) .*{text}"):
+        ctx.arange(0, 3, 0.5, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("bound", [float("nan"), float("inf")])

@@ -4,7 +4,7 @@ import numpy as np
 
 from iris.errors import InvalidContextError, NotSymmetricError, NotTheCallerError, RankOutOfRangeError
 from iris.heap.mapping import describe_address, is_mapped
-from iris.heap.symmetric import SymmetricHeap, heap_at, live_heaps
+from iris.heap.symmetric import heap_at, live_heaps
 
 
 def check_reach(
@@ -33,9 +33,11 @@ def check_reach(
     if heap is None:
         for other in live_heaps():
             if own in other.bases:
+                # All ranks of other hosts have the base 0.
+                passed = other.bases.index(own) if own else "that of a rank on another host"
                 raise NotTheCallerError(
                     f"Rank {other.group.rank} called a device operation that takes the caller's rank, and passed "
-                    f"{other.bases.index(own)}. A pointer is always into the caller's own heap; the signature says "
+                    f"{passed}. A pointer is always into the caller's own heap; the signature says "
                     "which argument is the caller and which the peer."
                 )
         if not is_mapped(own):
@@ -44,7 +46,7 @@ def check_reach(
                 "Pass ctx.get_device_context() or ctx.get_heap_bases() of a context that has not been closed."
             )
         return
-    _check_ranks(ranks, heap)
+    _check_ranks(ranks, heap.group.size)
     check_local(ranks, None if mask is False else mask, base)
     if mask is not None:
         addresses, active = np.broadcast_arrays(addresses, mask)
@@ -79,13 +81,23 @@ def check_rank(ranks: np.ndarray | int, base: np.ndarray) -> None:
     """Raise `RankOutOfRangeError` unless the heap at ``base`` has these ranks."""
     heap = heap_at(int(base.item()))
     if heap is not None:
-        _check_ranks(ranks, heap)
+        _check_ranks(ranks, heap.group.size)
 
 
-def _check_ranks(ranks: np.ndarray | int, heap: SymmetricHeap) -> None:
+def check_caller(ranks: np.ndarray | int, first: np.ndarray) -> None:
+    """Raise `RankOutOfRangeError` unless the table of heap bases whose first one is ``first`` has this rank.
+
+    Of a table of no open heap nothing is known. Where rank 0 is on another host, its base is 0 in every table.
+    """
+    sizes = [heap.group.size for heap in live_heaps() if heap.bases[0] == int(first.item())]
+    if sizes:
+        _check_ranks(ranks, max(sizes))
+
+
+def _check_ranks(ranks: np.ndarray | int, size: int) -> None:
     for rank in np.ravel(ranks):
-        if not 0 <= rank < heap.group.size:
-            raise RankOutOfRangeError(int(rank), heap.group.size)
+        if not 0 <= rank < size:
+            raise RankOutOfRangeError(int(rank), size)
 
 
 def check_copy(from_rank: np.ndarray | int, to_rank: np.ndarray | int, cur_rank: np.ndarray | int) -> None:

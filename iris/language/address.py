@@ -41,6 +41,33 @@ def other_type_of_width(element):
 
 
 @triton.constexpr_function
+def element_of(ptr):
+    """The type that a pointer, or a block of pointers, points to. Raises if it is something else."""
+    # Imported here: Triton follows the global names of a constexpr_function, and does not know these.
+    from iris.errors import InvalidArgumentError
+
+    kind = ptr.dtype.scalar if isinstance(ptr, tl.tensor) else None
+    if kind is None or not kind.is_ptr():
+        given = repr(ptr) if kind is None else f"numbers of {kind}"
+        raise InvalidArgumentError(
+            f"An operation on a peer takes a pointer into the heap of the caller, or a block of these, and got {given}."
+        )
+    return kind.element_ty
+
+
+@triton.constexpr_function
+def check_rank_type(rank):
+    """Raise unless these are whole numbers, as ranks are."""
+    from iris.errors import InvalidArgumentError
+
+    kind = rank.dtype.scalar if isinstance(rank, tl.tensor) else None
+    whole = isinstance(rank, int) if kind is None else kind.is_int()
+    if not whole:
+        given = repr(rank) if kind is None else f"{kind}"
+        raise InvalidArgumentError(f"A rank is a whole number, or a block of these, and got {given}.")
+
+
+@triton.constexpr_function
 def in_simulator():
     return simulator.ACTIVE
 
@@ -51,8 +78,18 @@ def check_reach(ptr, mask, base, rank):
     # Imported here: Triton follows the global names of a constexpr_function, and does not know these.
     from iris.heap import reach
 
+    element_of(ptr)
     stored = [value.handle.data if isinstance(value, tl.tensor) else value for value in (ptr, mask, base, rank)]
     reach.check_reach(*stored)
+
+
+@triton.constexpr_function
+def check_caller(rank, first):
+    """In the simulator: raise unless a table of heap bases that begins with ``first`` has the caller's ``rank``."""
+    from iris.heap import reach
+
+    rank, first = (value.handle.data if isinstance(value, tl.tensor) else value for value in (rank, first))
+    reach.check_caller(rank, first)
 
 
 @triton.constexpr_function
@@ -71,7 +108,7 @@ def translate(ptr, from_base, to_base, hint: tl.constexpr = None):
     ``ptr`` may be a scalar or a block of pointers; the bases are int64, scalars or blocks that broadcast with it.
     ``hint``: what the address is a multiple of, in bytes, as for ``multiple_of``.
     """
-    element: tl.constexpr = ptr.dtype.scalar.element_ty
+    element: tl.constexpr = element_of(ptr)
     other: tl.constexpr = other_type_of_width(element)
     per_16_bytes: tl.constexpr = elements_per_16_bytes(element)
     moved = tl.cast(ptr, tl.pointer_type(other), bitcast=True) + ((to_base - from_base) >> 4) * per_16_bytes

@@ -27,7 +27,7 @@ def atomic(
 ):
     event = self.tracing.begin_atomic(op, ptr, rank=to_rank, val=val, mask=mask)
     # In Triton 3.6 no function returns a mask of None.
-    if guards(self.table.type):
+    if guards(self.table):
         mask = self._within_host(ptr, to_rank, mask)
     old = ordered_atomic(op, self._peers(ptr, to_rank, mask, hint), val, mask, sem=sem, scope=scope)
     self.tracing.end_atomic(event, op, old=old, val=val, mask=mask)

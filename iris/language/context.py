@@ -31,7 +31,7 @@ from iris.language.fences import fence as ordered_fence
 from iris.language.fences import order_bulk_copies as ordered_bulk_copies
 from iris.language.initialisation import check_context, is_switch, refuse
 from iris.language.jit import aggregate, in_gluon, jit
-from iris.language.locality import base_of, elsewhere, guarded, guards, note_all_remote
+from iris.language.locality import base_of, check_table, elsewhere, guarded, guards, note_all_remote
 from iris.language.ordering import SET
 from iris.language.ordering import signal as ordered_signal
 from iris.language.ordering import wait as ordered_wait
@@ -95,7 +95,7 @@ class DeviceContext:
             # Which elements of ``ptr`` will be accessed is not known here. With a mask of False only ranks are checked.
             check_reach(ptr, False, self.base, rank)
         base = base_of(self.table, rank)
-        if guards(self.table.type):
+        if guards(self.table):
             # A rank of another host cannot be accessed. For such a one the result is the caller's own copy, and the
             # error is recorded now, as the later access does not do so.
             self._within_host(ptr, rank, None)
@@ -117,7 +117,7 @@ class DeviceContext:
     def _peer_word(self, ptr, rank, hint: tl.constexpr = None):
         """`_peers` for an operation that takes no mask."""
         target = self._peers(ptr, rank, None, hint)
-        if guards(self.table.type):
+        if guards(self.table):
             return elsewhere(target, self._within_host(ptr, rank, None), self._record())
         else:
             return target
@@ -180,6 +180,10 @@ class DeviceContext:
     def fence(self):
         """Order everything that this block did before everything that it will do, for observers on any rank.
 
+        But for one pair: a load after it may still come before a store to other memory before it, as the fence is
+        acq_rel and not sequentially consistent (PTX ISA, "membar / fence"). So of two ranks that each store a flag and
+        then look at the other's, neither need see it.
+
         Nothing goes over the link, but it may take as long as earlier stores take to arrive.
         """
         ordered_fence()
@@ -213,7 +217,7 @@ class DeviceContext:
         """
         self._check(flags_ptr, None, self.cur_rank)
         event = self.tracing.begin_flag("barrier", flags_ptr, rank=self.cur_rank, value=0, mask=None, form="meeting")
-        if guards(self.table.type):
+        if guards(self.table):
             # Ranks of other hosts cannot be signalled, so the barrier would never end: record the error instead.
             note_all_remote(self.table, self.num_ranks, self._record())
             reached = 0
@@ -264,7 +268,7 @@ class DeviceContext:
 def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
     """The context of this rank, with all of its fields given."""
     if in_simulator():
-        check_context(rank, num_ranks)
+        check_context(rank, num_ranks, rank_of(context_tensor), num_ranks_of(context_tensor))
     table = context_tensor + BASES
     base = base_of(table, rank)
     if tracing or TRACES_ALL:
@@ -277,6 +281,7 @@ def connect(context_tensor, rank, num_ranks, tracing: tl.constexpr):
 @jit
 def identify(context_tensor, rank, num_ranks, tracing: tl.constexpr):
     """`connect` with rank and number of ranks from the context tensor, where they are None."""
+    check_table(context_tensor, "initialize() a context tensor", "ctx.get_device_context()")
     return connect(
         context_tensor,
         rank_of(context_tensor) if rank is None else rank,
@@ -309,7 +314,14 @@ def initialize_traced_second(context_tensor, tracing=False, rank=None, num_ranks
     if is_switch(tracing):
         return identify(context_tensor, rank, num_ranks, tracing)
     else:
-        return identify(context_tensor, tracing, rank, num_ranks if is_switch(num_ranks) else False)
+        # In Triton's order: `tracing` is the rank, `rank` the number of ranks unless that has its name, and the last
+        # argument is `tracing` if it is a switch.
+        return identify(
+            context_tensor,
+            tracing,
+            num_ranks if rank is None and not is_switch(num_ranks) else rank,
+            num_ranks if is_switch(num_ranks) else False,
+        )
 
 
 IrisDeviceCtx = in_gluon(DeviceContext)

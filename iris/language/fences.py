@@ -69,7 +69,10 @@ def system_fence():
 
 @jit
 def fence():
-    """Order everything that the block did before everything that it will do, for observers anywhere."""
+    """Order everything that the block did before everything that it will do, for observers anywhere.
+
+    An earlier store and a later load of other memory are an exception: see `system_fence`.
+    """
     # A release is a fence and a later write of the *same* thread (PTX ISA, "Release and acquire patterns"), an acquire
     # is a read and a later fence. So there is a barrier before the fence, by which each thread's fence also covers what
     # the others did. A barrier after it is for what one thread has read before it and others act on after it.

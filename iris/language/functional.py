@@ -7,7 +7,7 @@ multiple of so many bytes, as ``tl.multiple_of``; 16-byte accesses never need it
 
 import triton.language as tl
 
-from iris.language.address import check_copy, check_reach, in_simulator, translate
+from iris.language.address import check_caller, check_copy, check_reach, in_simulator, translate
 from iris.language.failures import CHECKS_POINTERS, check_pointer
 from iris.language.jit import jit
 from iris.language.locality import base_of, elsewhere, guarded, guards
@@ -37,6 +37,8 @@ def peer_address(ptr, from_rank, to_rank, heap_bases, mask, hint: tl.constexpr):
     """The address of ``to_rank``'s copy of ``ptr``, which points into ``from_rank``'s heap and is used under
     ``mask``.
     """
+    if in_simulator():
+        check_caller(from_rank, tl.load(heap_bases))
     base = base_of(heap_bases, from_rank)
     if in_simulator():
         check_reach(ptr, mask, base, to_rank)
@@ -69,7 +71,7 @@ def load(
         note("loads_for_caller")
     tracing = tracing_of(heap_bases, to_rank)
     event = tracing.begin_move("load", pointer, from_rank, mask)
-    if guards(heap_bases.type):
+    if guards(heap_bases):
         mask = within_host(pointer, from_rank, heap_bases, mask)
     source = peer_address(pointer, to_rank, from_rank, heap_bases, mask=mask, hint=hint)
     values = tl.load(source, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
@@ -91,7 +93,7 @@ def store(
     """Write ``to_rank``'s copy of ``pointer``; ``from_rank`` is the caller."""
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_move("store", pointer, to_rank, mask)
-    if guards(heap_bases.type):
+    if guards(heap_bases):
         mask = within_host(pointer, to_rank, heap_bases, mask)
     target = peer_address(pointer, from_rank, to_rank, heap_bases, mask=mask, hint=hint)
     tl.store(target, value, mask=mask, cache_modifier=cache_modifier)
@@ -117,7 +119,7 @@ def get(
     """
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_move("get", from_ptr, to_rank, mask)
-    if guards(heap_bases.type):
+    if guards(heap_bases):
         mask = within_host(from_ptr, to_rank, heap_bases, mask)
     source = peer_address(from_ptr, from_rank, to_rank, heap_bases, mask=mask, hint=hint)
     value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
@@ -141,7 +143,7 @@ def put(
     """Read the caller's ``from_ptr``, write ``to_rank``'s copy of ``to_ptr``; ``from_rank`` is the caller."""
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_move("put", to_ptr, to_rank, mask)
-    if guards(heap_bases.type):
+    if guards(heap_bases):
         mask = within_host(to_ptr, to_rank, heap_bases, mask)
     value = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
     target = peer_address(to_ptr, from_rank, to_rank, heap_bases, mask=mask, hint=hint)
@@ -171,7 +173,7 @@ def copy(
         check_copy(from_rank, to_rank, cur_rank)
     tracing = tracing_of(heap_bases, cur_rank)
     event = tracing.begin_copy(dst_ptr, from_rank=from_rank, to_rank=to_rank, cur_rank=cur_rank, mask=mask)
-    if guards(heap_bases.type):
+    if guards(heap_bases):
         mask = within_host(dst_ptr, to_rank, heap_bases, within_host(src_ptr, from_rank, heap_bases, mask))
     source = peer_address(src_ptr, cur_rank, from_rank, heap_bases, mask=mask, hint=hint)
     value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
@@ -195,7 +197,7 @@ def atomic(
 ):
     tracing = tracing_of(table, from_rank)
     event = tracing.begin_atomic(op, pointer, rank=to_rank, val=val, mask=mask)
-    if guards(table.type):
+    if guards(table):
         mask = within_host(pointer, to_rank, table, mask)
     target = peer_address(pointer, from_rank, to_rank, table, mask=mask, hint=hint)
     old = ordered_atomic(op, target, val, mask, sem=sem, scope=scope)
@@ -391,7 +393,7 @@ def atomic_cas(
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_cas(pointer, to_rank, cmp)
     target = peer_address(pointer, from_rank, to_rank, heap_bases, mask=None, hint=hint)
-    if guards(heap_bases.type):
+    if guards(heap_bases):
         target = elsewhere(target, within_host(pointer, to_rank, heap_bases, None), record_of(heap_bases))
     old = ordered_cas(target, cmp, val, sem=sem, scope=scope)
     tracing.end_cas(event, old, cmp, val)

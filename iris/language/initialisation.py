@@ -5,17 +5,21 @@ import triton.language as tl
 
 
 @triton.constexpr_function
-def check_context(rank, num_ranks):
-    """In the simulator: raise unless these can be a rank and a number of ranks. Before they are used as an index."""
+def check_context(rank, num_ranks, own, size):
+    """In the simulator: raise unless rank ``own`` of ``size`` can have these, before they are used as an index.
+
+    A kernel may initialise its context with fewer ranks than there are.
+    """
     from iris.errors import InvalidContextError
 
-    rank, num_ranks = (
-        value.handle.data.item() if isinstance(value, tl.tensor) else value for value in (rank, num_ranks)
+    rank, num_ranks, own, size = (
+        value.handle.data.item() if isinstance(value, tl.tensor) else value for value in (rank, num_ranks, own, size)
     )
-    if not 0 <= rank < num_ranks < 1 << 16:
+    if not 0 <= rank < num_ranks < 1 << 16 or rank != own or num_ranks > size:
+        there = "" if (rank, num_ranks) == (own, size) else f": the context tensor is that of rank {own} of {size}"
         raise InvalidContextError(
-            f"A device context cannot have rank {rank} of {num_ranks}. Initialise it from ctx.get_device_context(), "
-            "and with this rank and the number of ranks, if they are given."
+            f"A device context cannot have rank {rank} of {num_ranks}{there}. Initialise it from "
+            "ctx.get_device_context(), and with this rank and the number of ranks, if they are given."
         )
 
 

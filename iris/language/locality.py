@@ -9,7 +9,7 @@ host's next barrier raises as `RemoteRankError`. With any other table none of th
 import triton
 import triton.language as tl
 
-from iris.language.address import in_simulator
+from iris.language.address import check_rank_type, in_simulator
 from iris.language.failures import NOWHERE, kind_code, largest, write_record
 from iris.language.jit import jit
 
@@ -46,14 +46,26 @@ def is_local(self, rank):
 
 
 @triton.constexpr_function
-def guards(kind):
-    """Whether accesses with a table of heap bases of this type are guarded."""
-    return kind.element_ty == tl.uint64
+def guards(table):
+    """Whether accesses with this table of heap bases are guarded."""
+    check_table(table, "heap_bases", "ctx.get_heap_bases()")
+    return table.type.element_ty == tl.uint64
+
+
+@triton.constexpr_function
+def check_table(table, name, source):
+    """Raise unless this has the type of a context tensor or a table of heap bases. ``name``: what the argument is."""
+    from iris.errors import InvalidContextError
+
+    kind = table.type if isinstance(table, tl.tensor) else type(table).__name__
+    if getattr(kind, "element_ty", None) not in (tl.int64, tl.uint64):
+        raise InvalidContextError(f"A kernel passed {name} of the type {kind}: it is what {source} gives.")
 
 
 @jit
 def base_of(table, rank):
     """The address, for the caller, at which the heap of ``rank`` begins. ``rank`` may be a block."""
+    check_rank_type(rank)
     return tl.cast(tl.load(table + rank), tl.int64)
 
 

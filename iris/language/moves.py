@@ -30,7 +30,7 @@ def load(
     if in_simulator():
         note("loads_for_caller")
     event = self.tracing.begin_move("load", ptr, from_rank, mask)
-    if guards(self.table.type):
+    if guards(self.table):
         mask = self._within_host(ptr, from_rank, mask)
     values = tl.load(
         self._peers(ptr, from_rank, mask, hint),
@@ -50,7 +50,7 @@ def store(self, ptr, value, to_rank, mask=None, cache_modifier: tl.constexpr = N
     The block does not wait for the data to arrive; `signal`, `fence` or a barrier orders them.
     """
     event = self.tracing.begin_move("store", ptr, to_rank, mask)
-    if guards(self.table.type):
+    if guards(self.table):
         mask = self._within_host(ptr, to_rank, mask)
     tl.store(self._peers(ptr, to_rank, mask, hint), value, mask=mask, cache_modifier=cache_modifier)
     self.tracing.record_event_end(event)
@@ -73,7 +73,7 @@ def get(
     ``to_ptr`` is not translated and may be any memory of the caller.
     """
     event = self.tracing.begin_move("get", from_ptr, from_rank, mask)
-    if guards(self.table.type):
+    if guards(self.table):
         mask = self._within_host(from_ptr, from_rank, mask)
     source = self._peers(from_ptr, from_rank, mask, hint)
     value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
@@ -98,7 +98,7 @@ def put(
     ``from_ptr`` is not translated and may be any memory of the caller.
     """
     event = self.tracing.begin_move("put", to_ptr, to_rank, mask)
-    if guards(self.table.type):
+    if guards(self.table):
         mask = self._within_host(to_ptr, to_rank, mask)
     # The load of the peer's heap base comes first, so that it is under way together with that of the data.
     target = self._peers(to_ptr, to_rank, mask, hint)
@@ -128,7 +128,7 @@ def copy(
     if in_simulator():
         check_copy(from_rank, to_rank, self.cur_rank)
     event = self.tracing.begin_copy(dst_ptr, from_rank=from_rank, to_rank=to_rank, cur_rank=self.cur_rank, mask=mask)
-    if guards(self.table.type):
+    if guards(self.table):
         mask = self._within_host(dst_ptr, to_rank, self._within_host(src_ptr, from_rank, mask))
     source = self._peers(src_ptr, from_rank, mask, hint)
     value = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)

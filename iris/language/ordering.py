@@ -106,6 +106,11 @@ def is_block(kind):
 
 
 @triton.constexpr_function
+def is_tensor(value):
+    return isinstance(value, tl.tensor)
+
+
+@triton.constexpr_function
 def signed_type(element):
     """The signed integer as wide as ``element``."""
     return {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64}[element.primitive_bitwidth]
@@ -149,6 +154,9 @@ def atomic(op: tl.constexpr, ptr, val, mask, sem: tl.constexpr, scope: tl.conste
     tl.static_assert(possible("scope", scope), refusal("scope", scope))
     # Gluon's atomics take no scalar value for a block of pointers. The cast comes first: a plain number would be int32.
     ptr, val = tl.broadcast(ptr, tl.cast(val, ptr.dtype.scalar.element_ty))
+    if mask is not None and is_block(ptr.type):
+        # Nor do they take a scalar mask for one in Triton 3.6.
+        ptr, mask = tl.broadcast(ptr, mask if is_tensor(mask) else tl.cast(mask, tl.int1))
     if one_of(op, "and", "or", "xor"):
         tl.static_assert(val.dtype.is_int(), "atomic_and, atomic_or and atomic_xor are for integers")
     if releases(sem):

@@ -5,7 +5,6 @@ import triton.language as tl
 
 from iris.errors import InvalidTileError, UnknownChoiceError
 from iris.language.jit import triton_aggregate as aggregate
-from iris.language.ordering import is_flag
 
 
 @aggregate
@@ -106,7 +105,7 @@ def check(name, ctx, tile, holds_data, **views):
 @triton.constexpr_function
 def check_locks(name, locks):
     """Raise unless these are the locks of the operation ``name``."""
-    if not isinstance(locks, tl.tensor) or not is_flag(locks.dtype):
+    if not isinstance(locks, tl.tensor) or getattr(locks.dtype, "element_ty", None) not in (tl.int32, tl.int64):
         raise InvalidTileError(
             f"{name}() takes locks as a pointer to int32 or int64 on the heap, one for each tile and zeros at first, "
             f"and got {describe(locks)}."

@@ -1,13 +1,15 @@
-"""Cache modifiers and hints of the context's operations are in the generated code, in both languages."""
+"""Cache modifiers, hints and masks of the context's operations are in the generated code; what they do not take."""
 
 import re
 
 import pytest
 import torch
 from covering import covering
-from language import option_kernels
+from language import atomic_kernels, mistaken_kernels, option_kernels
+from triton.compiler.errors import CompilationError
 
 from codegen.offline import compile_for
+from iris.errors import IrisError
 
 CONTEXT = torch.zeros(16, dtype=torch.int64)
 # The words of the access on NVIDIA and on AMD; None where some version of Triton takes the modifier for none.
@@ -59,3 +61,21 @@ def test_a_hint_makes_accesses_of_a_peer_wide(language, operation):
 @pytest.mark.parametrize("language", ["triton", "gluon"])
 def test_a_compare_and_swap_takes_a_hint(language):
     assert re.search(r"atom\.\S+\.cas\.", compiled("sm_90", language, "cas", None, None, 16))
+
+
+@pytest.mark.parametrize("mask", [None, True])
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_an_atomic_takes_one_mask_for_a_block(language, mask):
+    kernel = getattr(atomic_kernels, f"{language}_one_mask")
+    text = compile_for("sm_90", kernel, CONTEXT, torch.zeros(128, dtype=torch.int32), 1, 3, mask).text
+    assert re.search(r"(?:red|atom)\.\S*add", text)
+
+
+@pytest.mark.parametrize("what", mistaken_kernels.MISTAKES)
+def test_arguments_of_other_types_are_said_in_words(what):
+    with pytest.raises(CompilationError) as caught:
+        compile_for("sm_90", mistaken_kernels.store, CONTEXT, CONTEXT[2:], torch.zeros(1), what)
+    reason = caught.value
+    while reason.__cause__:
+        reason = reason.__cause__
+    assert isinstance(reason, IrisError) and re.match(mistaken_kernels.MISTAKES[what], str(reason))

@@ -178,3 +178,17 @@ def gluon_cas_block(context_tensor, heap_bases, target, old, expected, rank, pee
     else:
         seen = IrisDeviceCtx.initialize(context_tensor).atomic_cas(target + o, expected, rank * 1000 + o, peer)
     gl.store(old + o, seen)
+
+
+@triton.jit
+def triton_one_mask(context_tensor, target, peer, chosen, MASK: tl.constexpr):
+    """A mask for the whole block: whether this rank is ``chosen``, or a constant."""
+    ctx, o = DeviceContext.initialize(context_tensor), tl.arange(0, 128)
+    ctx.atomic_add(target + o, 1000 * ctx.cur_rank + o, peer, mask=ctx.cur_rank == chosen if MASK is None else MASK)
+
+
+@gluon.jit
+def gluon_one_mask(context_tensor, target, peer, chosen, MASK: gl.constexpr):
+    ctx = IrisDeviceCtx.initialize(context_tensor)
+    o = gl.arange(0, 128, layout=gl.BlockedLayout([1], [iris_gl.threads_per_warp()], [gl.num_warps()], [0]))
+    ctx.atomic_add(target + o, 1000 * ctx.cur_rank + o, peer, mask=ctx.cur_rank == chosen if MASK is None else MASK)

@@ -26,6 +26,8 @@ def make(jit, lang, Context):
             ctx = Context.initialize(context_tensor, TRACED, rank)
         elif FORM == 6:
             ctx = Context.initialize(context_tensor, TRACED, rank, num_ranks)
+        elif FORM == 8:  # as in Triton, with one name
+            ctx = Context.initialize(context_tensor, rank, num_ranks=num_ranks)
         elif lang is tl:
             ctx = Context.initialize(context_tensor, rank, num_ranks, tracing=TRACED)
         else:

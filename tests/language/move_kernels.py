@@ -126,7 +126,7 @@ def gluon_scalar(context_tensor, source, target, peer):
 @triton.jit
 def triton_options(context_tensor, heap_bases, source, target, n, rank, peer, OP: tl.constexpr, BLOCK: tl.constexpr):
     """The optional arguments: what stands in for masked elements, cache modifiers, volatile, a hint."""
-    ctx = DeviceContext.initialize(context_tensor, rank, 8)
+    ctx = DeviceContext.initialize(context_tensor, rank)
     o = tl.arange(0, BLOCK)
     inside = o < n
     if OP == "other":

@@ -195,3 +195,20 @@ def swap_block(ctx, language, dtype, functional):
 )
 def test_compare_and_swap_of_a_block_with_one_expected_value(ranks, language, dtype, functional):
     ranks.run(swap_block, language, dtype, functional)
+
+
+def add_under_one_mask(ctx, language):
+    rank, size = ctx.cur_rank, ctx.num_ranks
+    kernel, added = getattr(atomic_kernels, f"{language}_one_mask"), (rank - 1) % size * 1000 + torch.arange(128)
+    for mask, there in ((None, (rank - 1) % size == 1), (True, True), (False, False)):
+        target = ctx.zeros(128, dtype=torch.int32)
+        ctx.barrier()
+        kernel[(1,)](ctx.get_device_context(), target, (rank + 1) % size, 1, mask)
+        ctx.barrier()
+        assert target.tolist() == (added * there).tolist(), mask
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_one_mask_for_a_block(ranks, language):
+    ranks.run(add_under_one_mask, language)

@@ -3,13 +3,20 @@
 import pytest
 import torch
 import triton
+from rank_pool import Hosts
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import iris
-from iris.errors import InvalidContextError, NotSymmetricError, NotTheCallerError, RankOutOfRangeError
+from iris.errors import (
+    InvalidArgumentError,
+    InvalidContextError,
+    NotSymmetricError,
+    NotTheCallerError,
+    RankOutOfRangeError,
+)
 from iris.gluon import IrisDeviceCtx
-from language import atomic_kernels, meeting_kernels, move_kernels
+from language import atomic_kernels, initialise_kernels, meeting_kernels, mistaken_kernels, move_kernels
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="only the simulator looks at a kernel's pointers"),
@@ -60,6 +67,21 @@ def test_the_functional_form_wants_the_callers_rank(ranks):
     ranks.run(wrong_caller)
 
 
+def wrong_caller_elsewhere(ctx):
+    source, target = ctx.zeros(100), ctx.zeros(100)
+    for other in set(range(4)) - {ctx.cur_rank}:
+        args = ctx.get_device_context(), ctx.get_heap_bases(), source, target, 100, other, ctx.cur_rank, "put"
+        passed = other if ctx.is_local(other) else "that of a rank on another host"
+        with pytest.raises(NotTheCallerError, match=f"Rank {ctx.cur_rank} .* passed {passed}"):
+            move_kernels.triton_functional[(1,)](*args, 128)
+    ctx.barrier()
+
+
+@pytest.mark.ranks(Hosts(2, 2), exactly=True)
+def test_the_callers_rank_is_not_one_of_another_host(ranks):
+    ranks.run(wrong_caller_elsewhere)
+
+
 def copy_between_others(ctx, form):
     source, target = ctx.zeros(100), ctx.zeros(100)
     sender, receiver = (ctx.cur_rank + 1) % 3, (ctx.cur_rank + 2) % 3
@@ -96,11 +118,56 @@ def wrong_context(ctx):
     for wrong in (ctx.get_heap_bases(), torch.tensor([5, 2, 0, 0, 0])):
         with pytest.raises(InvalidContextError, match=r"rank -?\d+ of -?\d+"):
             meeting_kernels.triton_compare[(1,)](wrong, flag, 1, seen, "eq")
+    with pytest.raises(InvalidContextError, match=r"of the type pointer<fp32>.*get_device_context\(\)"):
+        meeting_kernels.gluon_compare[(1,)](ctx.zeros(4), flag, 1, seen, "eq")
+    with pytest.raises(InvalidContextError, match=r"heap_bases of the type int32.*get_heap_bases\(\)"):
+        move_kernels.triton_functional[(1,)](ctx.get_device_context(), 7, flag, seen, 1, ctx.cur_rank, 0, "get", 1)
     ctx.barrier()
 
 
 def test_what_is_no_context_is_told(ranks):
     ranks.run(wrong_context)
+
+
+def not_of_this_rank(ctx, language):
+    """A rank, or more ranks, that the context tensor has not. Nothing is read past the end of what it has."""
+    kernel, seen = getattr(initialise_kernels, f"{language}_initialise"), torch.zeros(3, dtype=torch.int32)
+    rank, size = ctx.cur_rank, ctx.num_ranks
+    for wrong, number in ((rank, size + 3), ((rank + 1) % size, size), (size, rank)):
+        text = rf"rank {wrong} of {number}: the context tensor is that of rank {rank} of {size}"
+        with pytest.raises(InvalidContextError, match=text):
+            kernel[(1,)](ctx.get_device_context(), seen, wrong, number, 3, False)
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_a_context_of_another_rank_or_of_more_ranks(ranks, language):
+    ranks.run(not_of_this_rank, language)
+
+
+def no_caller(ctx, form):
+    source, target = ctx.zeros(100), ctx.zeros(100)
+    for wrong in (-1, ctx.num_ranks, ctx.num_ranks + 5):
+        args = ctx.get_device_context(), ctx.get_heap_bases(), source, target, 100, wrong, 0, "put"
+        with pytest.raises(RankOutOfRangeError, match=f"no rank {wrong}: the group has {ctx.num_ranks}"):
+            getattr(move_kernels, form)[(1,)](*args, 128)
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("form", ["triton_functional", "gluon_functional"])
+def test_a_caller_that_is_not_there(ranks, form):
+    ranks.run(no_caller, form)
+
+
+def of_wrong_types(ctx, what):
+    with pytest.raises((InvalidArgumentError, InvalidContextError), match=mistaken_kernels.MISTAKES[what]):
+        mistaken_kernels.store[(1,)](ctx.get_device_context(), ctx.get_heap_bases(), ctx.zeros(1), what)
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("what", mistaken_kernels.MISTAKES)
+def test_arguments_of_other_types_are_said_in_words(ranks, what):
+    ranks.run(of_wrong_types, what)
 
 
 @triton.jit

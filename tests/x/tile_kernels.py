@@ -165,6 +165,9 @@ def mistaken(context, dst, locks, M, N, WHAT: tl.constexpr, BM: tl.constexpr, BN
         iris.x.all_reduce(place, view, view, iris.x.AllReduceConfig("two_shot"), ctx)
     elif WHAT == "locks":
         iris.x.reduce_scatter(place, view, view, dst, ctx)
+    elif WHAT == "unsigned locks":
+        unsigned = tl.cast(locks, tl.pointer_type(tl.uint32), bitcast=True)
+        iris.x.all_reduce_one_shot(place, view, view, unsigned, ctx)
     elif WHAT == "config":
         iris.x.all_reduce(place, view, view, "one_shot", ctx)
     elif WHAT == "variant":
@@ -181,6 +184,7 @@ MISTAKES = {
     "dim": r"dim=-1 is not possible; it takes one of 0, 1",
     "no locks": r"all_reduce_two_shot\(\) takes locks as a pointer to int32 or int64 .*, and got None",
     "locks": r"reduce_scatter\(\) takes locks as a pointer to int32 or int64 .*, and got a pointer to \w",
+    "unsigned locks": r"all_reduce_one_shot\(\) takes locks .* int32 or int64 .*, and got a pointer to uint32",
     "config": r"all_reduce\(\) takes config as iris.x.AllReduceConfig\(variant, locks\), and got a str",
     "variant": r"variant='ring' is not possible; it takes one of 'one_shot', 'two_shot', 'atomic', 'spinlock'",
     "context": r"gather\(\) takes the context that iris.DeviceContext.initialize\(.*\) makes, and got a pointer",

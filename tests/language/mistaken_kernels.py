@@ -1,0 +1,39 @@
+"""Arguments of other types than those that an operation takes."""
+
+import triton
+import triton.language as tl
+
+import iris
+from iris import DeviceContext
+
+
+@triton.jit
+def store(context_tensor, heap_bases, target, WHAT: tl.constexpr):
+    if WHAT == "context":
+        DeviceContext.initialize(target)
+    elif WHAT == "heap bases":
+        iris.store(target, 1.0, 0, 0, target)
+    elif WHAT == "order":
+        iris.store(target, 1.0, heap_bases, 0, 0)
+    else:
+        ctx = DeviceContext.initialize(context_tensor)
+        if WHAT == "swapped":
+            ctx.store(1.0, target, 0)
+        elif WHAT == "value":
+            ctx.store(tl.load(target), 1.0, 0)
+        elif WHAT == "flag":
+            ctx.signal(tl.load(target), 1, 0)
+        else:
+            ctx.store(target, 1.0, (ctx.cur_rank + 1) / 2)
+
+
+# What is said of each.
+MISTAKES = {
+    "context": r".* context tensor of the type pointer<fp32>: .* ctx\.get_device_context\(\)",
+    "heap bases": r".* heap_bases of the type pointer<fp32>: .* ctx\.get_heap_bases\(\)",
+    "order": r".* heap_bases of the type .*: .* ctx\.get_heap_bases\(\)",
+    "swapped": r".* takes a pointer into the heap .* and got 1\.0",
+    "value": ".* takes a pointer into the heap .* and got numbers of fp32",
+    "flag": ".* takes a pointer into the heap .* and got numbers of fp32",
+    "divided": "A rank is a whole number.* and got fp32",
+}
