@@ -57,9 +57,8 @@ Why a flag of long ago is not taken for one ahead, which by a wrapping differenc
 
 * ``routed`` and ``returned`` are raised in every call.
 * Sender p raises ``sent`` only in dispatches in which it has tokens, and ``weighed`` only in combines with weights. So
-  at least once in each 2^30 / S dispatches of the slot it raises both all the same: to n S + S - 1 and n - 1 in dispatch
-  n. Nobody waits for these values, or for less, afterwards: the rows of dispatch n have all been sent, and combine n is
-  still to come.
+  once in 2^30 / S dispatches of the slot, or sooner, it raises both all the same: in dispatch n to n S + S - 1, when it
+  has sent all rows that receivers wait for, and to n - 1, which is less than combine n waits for.
 * ``staged`` is raised for every block in each combine in stages. This is not guarded: 2^31 dispatches of the slot would
   have to come between two of these.
 
