@@ -155,6 +155,11 @@ def length_of_arange(start: Real, end: Real, step: Real, dtype: torch.dtype) -> 
         start, end, step = map(int, given)
     if step == 0 or not 0 <= (end - start) * step < math.inf:
         call = "arange(start={}, end={}, step={}, dtype={})".format(*given, dtype)
+        if step == 0 and given[2] != 0:
+            # Asked, torch 2.11 would divide by it and end the process.
+            raise InvalidValueError(
+                f"{call} is not possible: in integers its step must be nonzero, and it is cut to 0."
+            )
         takes = "start, end and step are numbers"
         ask(call, takes, lambda: torch.arange(*given, dtype=dtype, device="cpu"))
     # In integers, as a float cannot hold every one of 64 bits.
