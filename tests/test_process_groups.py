@@ -14,14 +14,15 @@ def call_whole_program(ctx):
     own = [dist.new_group(ranks) for ranks in parts][ctx.cur_rank > 0]
     members = parts[ctx.cur_rank > 0]
     with iris.iris(1 << 20, process_group=own) as part:
-        values = torch.empty(4, device=part.device)
-        for group in (None, own):
-            part.ccl.all_reduce(values.fill_(10**ctx.cur_rank), values, group=group)
-            assert values.tolist() == [sum(10**rank for rank in members)] * 4
+        values, elements = torch.empty(4, device=part.device), torch.arange(1.0, 5.0, device=part.device)
+        for group, factor in ((None, 1), (own, 3)):
+            part.ccl.all_reduce(values.copy_(elements * factor * 10**ctx.cur_rank), values, group=group)
+            assert values.tolist() == [factor * k * sum(10**rank for rank in members) for k in (1, 2, 3, 4)]
             part.barrier(group=group)
             part.device_barrier(group)
         sizes = {"num_experts": ctx.num_ranks, "hidden": 64, "max_tokens": 4, "top_k": 1}
         for call in (
+            lambda group: part.ccl.communicator(group),
             lambda group: part.ccl.all_reduce(values, values, group=group),
             lambda group: part.ccl.broadcast(values, src=0, group=group),
             lambda group: part.barrier(group=group),
