@@ -40,7 +40,7 @@ SMALL_LAUNCH, EARLY_LAUNCH = ALL_REGISTERS * 5 // 16, ALL_REGISTERS * 3 // 8
 # Through queues programs take most of a multiprocessor each, but there are fewer of them than multiprocessors
 # (`Communicator.programs`). The rest is for the small launches of other streams. Registers belong to four partitions,
 # and a warp to one of them: 16 warps leave 4096 of the 16384 in each, for a warp of 128 a thread, which is what
-# `iris.ops.row_division.CLUSTER_WARPS` counts on.
+# `iris.ops.row_division.CLUSTER_REGISTERS` counts on.
 MOST_REGISTERS = 49152
 
 # By the bytes of an element: the type that a kernel moves data as where it does not look at their values.

@@ -4,13 +4,18 @@ The sum of `iris.ccl.one_shot`, by rows: who has received a part of a row has it
 residual, and needs only the mean of the row's squares to write the normalised part. So the row is neither written nor
 read in between, and nothing is launched after the all-reduce. Over the link, as there. *One shot*: W - 1 times the
 bytes, in one step; *two shot*: 2 (W - 1) / W times the bytes, in two, of which the second sends the sums: each rank
-normalises every row, which costs less than to send both the normalised row and the residual.
+normalises every row, which costs less than to send both the normalised row and the residual. Between two ranks that is
+the same number of bytes, so these always take one shot.
 
 Of few rows each has several programs, which would else leave most multiprocessors idle, and a program that did all of a
 row would be slower than the link. Each of them adds up its piece, and they tell each other the sum of its squares: in
 the shared memory of their cluster (`iris.language.cluster`), or else by LL messages (`iris.language.ll`) with
 the number of the epoch as their flag. Every call that has the row writes the word and reads it in the
 same launch, so what is there before has another number.
+
+Of many rows a program has several, each in whole. It sends the next row before it waits for this one, so that the link
+is busy while it normalises. With two rows ahead, 14 MiB took 54 us between 2 H200, and 50 with one: a program whose
+stores wait for the link receives nothing meanwhile.
 
 Slots, epochs and why three of them are in order: see `iris.ccl.one_shot`, with a piece of a row for a block.
 A residual is read by the one program that writes it.
@@ -21,112 +26,49 @@ A sum is rounded to the input's type, as an all-reduce would, and what follows i
 import triton
 import triton.language as tl
 
-from iris.ccl.combine import PROPAGATE
 from iris.ccl.lamport_channel import SLOTS
 from iris.ccl.one_shot import peers, push, recv_and_reduce, region
-from iris.language.cluster import cluster_all_reduce, enter, open_meeting
+from iris.language.cluster import enter, open_meeting
 from iris.language.context import DeviceContext
 from iris.language.dependent_launch import gdc_launch_dependents, gdc_launch_dependents_after_waits, gdc_wait
 from iris.language.lamport import decode, elements_per_word, lamport_clear, lamport_recv, lamport_send
-from iris.language.ll import ll_recv, ll_send
 from iris.language.ordering import store_after_sync
 from iris.language.pairs import widen
+from iris.ops.rms_norm import NEIGHBOURS, keep_residual, load_or_zero, normalise, over_the_row
 
 # Rows that a program of the two-shot kernel sends before it waits for the first of them.
 AHEAD = tl.constexpr(1)
 
-# Elements in a row that the compiler may give to a thread: 16 bytes of bf16 and fp16. Of an fp8 result it would take 16
-# elements. Then all threads exchanged what they had, and Triton 3.6 waited for it three times, once for each layout.
-# It is for `tl.max_contiguous`: a hint that stands where addresses are used, as what a function returns has none.
-NEIGHBOURS = tl.constexpr(8)
+
+@triton.constexpr_function
+def places(size):
+    """Parts that a region of one shot has room for: all ranks'; between two ranks the other one's alone."""
+    return 1 if size == 2 else size
 
 
 @triton.jit
-def keep_residual(tensors, at, inside, x):
-    """Store the sums and residuals ``x``. Before programs of a row meet, so that it is done while they do."""
-    if tensors.residual is not None:
-        tl.store(tensors.residual + at, x.to(tensors.residual.dtype.element_ty), mask=inside)
+def place(parts, source, W: tl.constexpr, PIECE: tl.constexpr):
+    """Where a rank's part lies in the region ``parts`` of one shot."""
+    return parts + source % places(W) * PIECE
 
 
 @triton.jit
-def normalise(tensors, scaled, divisor, squares, peak, row, leads, eps, H: tl.constexpr, LARGEST: tl.constexpr):
-    """What becomes of ``scaled``: sums and residuals x, times the weight.
-
-    ``squares``: the sum of x * x over the row; ``peak``: the largest absolute value of ``scaled``; ``divisor``: the
-    given scale. ``leads``: this program writes what a row has once. ``LARGEST``: of what ``out`` can hold, if that is
-    fp8; else 0. Returns what the caller stores to ``out``, and the row's factor: 1 if it has none.
-    """
-    shrink = tl.rsqrt(squares / H + eps)
-    factor = 1.0
-    if tensors.row_scales is not None:
-        # A row of zeros has any scale: one that divides. Of a row with a NaN ``shrink`` is one, and so is all of it.
-        factor = tl.maximum(peak * shrink / LARGEST, 1e-12, propagate_nan=PROPAGATE)
-        tl.store(tensors.row_scales + row, factor, mask=leads)
-        y = scaled * (shrink / factor)
-    else:
-        y = scaled * shrink
-    if tensors.scale is not None:
-        y = y / divisor
-    if LARGEST > 0:
-        y = tl.maximum(y, -LARGEST, propagate_nan=PROPAGATE)
-        y = tl.minimum(y, LARGEST, propagate_nan=PROPAGATE)
-    return y.to(tensors.out.dtype.element_ty), factor
+def send_piece(ctx, channel, own, unit, epoch, room, bases, W: tl.constexpr, DIVISION: tl.constexpr):
+    """Push ``own``, a piece of a row, to all other ranks."""
+    PIECE: tl.constexpr = DIVISION.PIECE
+    parts = region(channel.slots, room * DIVISION.PIECES, unit, epoch, REGION=places(W) * PIECE)
+    mine, count = place(parts, ctx.cur_rank, W=W, PIECE=PIECE), DIVISION.H - unit % DIVISION.PIECES * PIECE
+    for distance in tl.static_range(1, W):
+        push(ctx, mine, tl.arange(0, PIECE), own, count=count, bases=bases, distance=distance, W=W)
 
 
 @triton.jit
-def share(partials, value, piece, stamp, DIVISION: tl.constexpr, rank, record):
-    """The float32 ``value`` of every program of a row, and zeros."""
-    k = tl.arange(0, DIVISION.LANES)
-    words = tl.cast(value, tl.int32, bitcast=True) + 0 * k
-    ll_send(partials + k, words, stamp, k == piece)
-    words = ll_recv(ptrs=partials + k, stamp=stamp, mask=k < DIVISION.PIECES, source=rank, record=record)
-    return tl.where(k < DIVISION.PIECES, tl.cast(words, tl.float32, bitcast=True), 0)
-
-
-@triton.jit
-def sum_and_larger(square, height, other_square, other_height):
-    return square + other_square, tl.maximum(height, other_height)
-
-
-@triton.jit
-def over_the_row(
-    squares,
-    heights,
-    meeting,
-    entered,
-    partials,
-    piece,
-    stamp,
-    BY_ROW: tl.constexpr,
-    DIVISION: tl.constexpr,
-    rank,
-    record,
-):
-    """The sum of all pieces' ``squares``, and the largest of their ``heights``. ``partials``: the row's, for either."""
-    PIECES: tl.constexpr = DIVISION.PIECES
-    if DIVISION.CLUSTERED:
-        total, peak = cluster_all_reduce(meeting, entered, squares, heights, PROGRAMS=PIECES, PEAKS=BY_ROW)
-    else:
-        if BY_ROW:
-            total, peak = tl.reduce((squares, heights), 0, sum_and_larger)
-        else:
-            total, peak = tl.sum(squares, axis=0), 0.0
-        if PIECES > 1:
-            totals = share(partials, total, piece, stamp, DIVISION=DIVISION, rank=rank, record=record)
-            total = tl.sum(totals, axis=0)
-            if BY_ROW:
-                peaks = share(partials + PIECES, peak, piece, stamp, DIVISION=DIVISION, rank=rank, record=record)
-                peak = tl.max(peaks, axis=0)
-    return total, peak
-
-
-@triton.jit
-def load_or_zero(pointer, at, mask):
-    """Zeros if there is no tensor."""
-    if pointer is not None:
-        return tl.load(pointer + at, mask=mask, other=0)
-    else:
-        return (at * 0).to(tl.float32)
+def send_row(ctx, channel, input, row, room, bases, W: tl.constexpr, DIVISION: tl.constexpr):
+    """`send_piece` of a row that is one piece."""
+    columns = tl.arange(0, DIVISION.PIECE)
+    epoch = tl.load(channel.epochs + row)
+    own = tl.load(input + (row.to(tl.int64) * DIVISION.H + columns), mask=columns < DIVISION.H)
+    send_piece(ctx, channel, own, row, epoch, room=room, bases=bases, W=W, DIVISION=DIVISION)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -136,6 +78,8 @@ def one_shot_rms_norm(
     """A row has ``PIECES`` of ``PIECE`` elements, with a program each: they run at one time. ``rows``, of ``room``.
 
     ``channel``: a `NormChannel`. ``tensors``: a `NormTensors`. ``DIVISION``: a `RowDivision`.
+
+    Where a program has several pieces, they are whole rows.
     """
     H: tl.constexpr = DIVISION.H
     PIECES: tl.constexpr = DIVISION.PIECES
@@ -149,7 +93,11 @@ def one_shot_rms_norm(
     if DIVISION.EARLY:
         gdc_launch_dependents()
     i = tl.arange(0, PIECE)
-    for unit in range(tl.program_id(0), rows * PIECES, tl.num_programs(0)):
+    first, stride, units = tl.program_id(0), tl.num_programs(0), rows * PIECES
+    if not DIVISION.ONE_EACH:
+        if first < units:
+            send_row(ctx, channel, input, first, room=room, bases=bases, W=W, DIVISION=DIVISION)
+    for unit in range(first, units, stride):
         row, piece = unit // PIECES, unit % PIECES
         columns = piece * PIECE + i
         inside = columns < H
@@ -160,19 +108,24 @@ def one_shot_rms_norm(
         added = load_or_zero(tensors.residual, at, inside)
         gain = tl.load(tensors.weight + columns, mask=inside, other=0)
         divisor = tl.load(tensors.scale) if tensors.scale is not None else 1.0
-        parts = region(slots, room * PIECES, unit, epoch, REGION=W * PIECE)
-        for distance in tl.static_range(1, W):
-            push(ctx, parts + rank * PIECE, i, own, count=H - piece * PIECE, bases=bases, distance=distance, W=W)
+        if DIVISION.ONE_EACH:
+            send_piece(ctx, channel, own, unit, epoch, room=room, bases=bases, W=W, DIVISION=DIVISION)
+        elif unit + stride < units:
+            send_row(ctx, channel, input, unit + stride, room=room, bases=bases, W=W, DIVISION=DIVISION)
         # While the data are under way. What the last call's slot held was read in that call.
-        old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), REGION=W * PIECE)
+        old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), REGION=places(W) * PIECE)
         for distance in tl.static_range(1, W):
-            lamport_clear(old + (rank + distance) % W * PIECE + i, i < PIECE)
+            lamport_clear(place(old, (rank + distance) % W, W=W, PIECE=PIECE) + i, i < PIECE)
         store_after_sync(epochs + unit, (epoch + 1) % SLOTS)
         entered = enter(meeting, PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
+        parts = region(slots, room * PIECES, unit, epoch, REGION=places(W) * PIECE)
         event = ctx.tracing.begin_wait_for_data(parts, rank)
+        if W == 2:
+            # It takes where part 0 would lie.
+            parts -= (1 - rank) * PIECE
         total = recv_and_reduce(ctx, parts, own, H - piece * PIECE, W=W, PART=PIECE, OP="sum")
         ctx.tracing.record_event_end(event)
-        if not DIVISION.EARLY and unit + tl.num_programs(0) >= rows * PIECES:
+        if not DIVISION.EARLY and unit + stride >= units:
             gdc_launch_dependents_after_waits()
         x = tl.where(inside, widen(total), 0) + widen(added)
         keep_residual(tensors, at, inside, x)
@@ -325,36 +278,3 @@ def two_shot_rms_norm(
                 LARGEST=LARGEST,
             )
             tl.store(tensors.out + at, y, mask=inside)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def rms_norm(tensors, rows, eps, H: tl.constexpr, ROW: tl.constexpr, LARGEST: tl.constexpr):
-    """The same of sums that are there already, after an all-reduce of many rows; ``out`` may be ``input``.
-
-    ``tensors``: a `NormTensors`. ``ROW``: the power of two from ``H`` on.
-    """
-    gdc_wait()
-    j = tl.arange(0, ROW)
-    inside = j < H
-    gain = tl.load(tensors.weight + j, mask=inside, other=0).to(tl.float32)
-    divisor = tl.load(tensors.scale) if tensors.scale is not None else 1.0
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        at = row.to(tl.int64) * H + j
-        added = load_or_zero(tensors.residual, at, inside).to(tl.float32)
-        x = tl.load(tensors.input + at, mask=inside, other=0).to(tl.float32) + added
-        keep_residual(tensors, at, inside, x)
-        scaled = x * gain
-        peak = tl.max(tl.abs(scaled), axis=0) if tensors.row_scales is not None else 0.0
-        y, _ = normalise(
-            tensors,
-            scaled,
-            divisor=divisor,
-            squares=tl.sum(x * x, axis=0),
-            peak=peak,
-            row=row,
-            leads=True,
-            eps=eps,
-            H=H,
-            LARGEST=LARGEST,
-        )
-        tl.store(tensors.out + at, y, mask=inside)

@@ -191,6 +191,8 @@ class RowDivision(NamedTuple):
     """Whether the programs of a row are a cluster."""
     EARLY: bool
     """Whether there is room for the next launch beside this one while it waits."""
+    ONE_EACH: bool
+    """Whether every program has one piece."""
 
 
 def matrix(tensor: torch.Tensor) -> Matrix:

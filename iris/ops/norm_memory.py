@@ -6,6 +6,7 @@ import torch
 
 from iris.ccl.kernel_launch import INTEGERS
 from iris.ccl.lamport_channel import SLOTS
+from iris.ops.all_reduce_rms_norm import places
 from iris.ops.kernel_arguments import NormChannel, ShardedNormChannel
 from iris.ops.row_division import BY_OWNER, STEPS
 from iris.runtime.workspace import Channel
@@ -31,7 +32,8 @@ class NormLayout(NamedTuple):
     @property
     def part_bytes(self) -> int:
         """Of what peers send in words of the input's size."""
-        nbytes = SLOTS.value * self.units * STEPS.get(self.variant, 1) * self.size * self.part * self.itemsize
+        regions = places(self.size) if self.variant == "one_shot" else STEPS.get(self.variant, 1) * self.size
+        nbytes = SLOTS.value * self.units * regions * self.part * self.itemsize
         return -(-nbytes // 16) * 16
 
     @property

@@ -17,37 +17,30 @@ from iris.cuda_graphs.capture import Line
 from iris.errors import FirstUseInCaptureError
 from iris.heap.history import debugging
 from iris.language.target import on_nvidia, threads_per_warp
-from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, rms_norm, two_shot_rms_norm
+from iris.ops.all_reduce_rms_norm import one_shot_rms_norm, two_shot_rms_norm
 from iris.ops.call import described
 from iris.ops.kernel_arguments import RowDivision, by_name
 from iris.ops.norm_call import REPLICATED, SHARDED, NormCall
 from iris.ops.norm_memory import NormLayout
-from iris.ops.row_division import (
-    BY_OWNER,
-    MOST_WARPS,
-    STEPS,
-    WARPS,
-    divide,
-    in_registers,
-    residency,
-)
+from iris.ops.rms_norm import rms_norm
+from iris.ops.row_division import BY_OWNER, MOST_WARPS, STEPS, divide, in_registers, residency
 from iris.ops.sharded_rms_norm import sharded_rms_norm
 from iris.runtime.launch import addresses, prepare, remember
 
 DEBUGGING = debugging()
 
-TWO_SHOT = "two_shot_push"
-KERNELS = {"one_shot": one_shot_rms_norm, TWO_SHOT: two_shot_rms_norm, BY_OWNER: sharded_rms_norm}
+KERNELS = {"one_shot": one_shot_rms_norm, "two_shot_push": two_shot_rms_norm, BY_OWNER: sharded_rms_norm}
 
 # The fewest bytes of rows that are worth a launch of their own, where many rows are normalised by several launches.
-# Each has as many rows as there is memory for, which are 8 MiB on two H200. So these take 4.0 to 4.3 us a MiB of any
-# number of rows, where an all-reduce of all and a kernel after it took 4.7 to 5.8. Not with more ranks: on 4 H200
-# larger sums are faster, 39 us for 8 MiB of 64 and 49 for 8 alone.
+# Each has as many rows as there is memory for, which are 16 MiB on two H200. So these take 3.3 to 3.5 us a MiB of any
+# number of rows, where an all-reduce of all and a kernel after it took 4.1 to 4.7. Not with more ranks: on 4 H200
+# larger sums are faster, 39 us for 8 MiB of 64 and 49 for 8 alone. Fewer bytes have memory of their own.
 LEAST_AT_A_TIME = 4 << 20
 
-# Memory that stays free after a call's, as a multiple of it, for calls of fewer rows. Without that, many rows of
-# several shapes took all that calls may have, and one row of 8192 took 6.5 us, not 3.2 (2 x H200).
-FEWER_ROWS = 4
+# Memory that stays free after a call's, as a multiple of it, for calls of fewer rows: those of one number of columns
+# take as much together. Without that, many rows of several shapes took all that calls may have, and one row of 8192
+# took 6.5 us, not 3.2 (2 x H200).
+FEWER_ROWS = 2
 
 Launch = Callable[[NormCall, float, int | None], None]
 """Called with a call like the one it was made for, `eps` and the stream's handle."""
@@ -108,15 +101,20 @@ class AllReduceRmsNorm:
 
     def _prepare(self, call: NormCall, line: Line) -> Launch:
         """A function that enqueues calls like this one."""
-        comm, room = self._context.ccl.communicator(), power_of_two(call.rows)
         if self._context.num_hosts > 1:
             return self._after_all_reduce(call)
-        variant = "one_shot"
-        if comm.size > 1:
-            nbytes = room * call.columns * call.input.itemsize
-            variant = choose(comm.table, "all_reduce", nbytes, Config(), {*STEPS, "two_shot", "pull"}).variant
+        variant = self._variant(call)
         launch = self._in_one_kernel(call, variant, line) if variant in STEPS else None
         return launch or self._some_at_a_time(call, line) or self._after_all_reduce(call)
+
+    def _variant(self, call: NormCall) -> str:
+        """Of the all-reduce's, the one that carries a call."""
+        comm = self._context.ccl.communicator()
+        # Between two ranks two shots send as many bytes as one, in twice as many steps.
+        if comm.size <= 2:
+            return "one_shot"
+        nbytes = power_of_two(call.rows) * call.columns * call.input.itemsize
+        return choose(comm.table, "all_reduce", nbytes, Config(), {*STEPS, "two_shot", "pull"}).variant
 
     def _some_at_a_time(self, call: NormCall, line: Line) -> Launch | None:
         """Of more rows than the kernel has room for: as many as it has, in launches one after the other.
@@ -126,8 +124,7 @@ class AllReduceRmsNorm:
         comm, row = self._context.ccl.communicator(), call.columns * call.input.itemsize
         some = power_of_two(call.rows) // 2
         while comm.size == 2 and some * row >= LEAST_AT_A_TIME:
-            variant = choose(comm.table, "all_reduce", some * row, Config(), {*STEPS, "two_shot", "pull"}).variant
-            launch = self._in_one_kernel(call.of(slice(0, some)), variant, line) if variant == TWO_SHOT else None
+            launch = self._in_one_kernel(call.of(slice(0, some)), "one_shot", line)
             if launch is not None:
                 return one_after_the_other(launch, some)
             some //= 2
@@ -160,26 +157,35 @@ class AllReduceRmsNorm:
 
         The latter takes besides how many rows of an owner there are, if a call is of some of them.
         """
-        comm, room, itemsize = self._context.ccl.communicator(), power_of_two(call.rows), call.input.itemsize
+        comm, rows, itemsize = self._context.ccl.communicator(), power_of_two(call.rows), call.input.itemsize
         sms = comm.num_sms if self._on_gpu else None
-        division = divide(variant, comm.size, room, call.columns, itemsize, sms, comm.largest_cluster)
-        pieces, piece, part, block, warps, clustered = division
+        division = divide(variant, comm.size, rows, call.columns, itemsize, sms, comm.largest_cluster)
+        pieces, piece, part, block, warps, registers, clustered = division
         if variant == BY_OWNER and not in_registers(division, variant, comm.size, itemsize):
             return None
-        memory, units = comm.workspace, room * pieces
-        layout = NormLayout(variant, comm.size, room, units, part, itemsize, call.out.itemsize)
-        if layout.slot_bytes > memory.limit // SHARE_OF_WORKSPACE:
+        memory, units = comm.workspace, rows * pieces
+
+        def layout_of(room: int) -> NormLayout:
+            return NormLayout(variant, comm.size, room, room * pieces, part, itemsize, call.out.itemsize)
+
+        most = memory.limit // SHARE_OF_WORKSPACE // layout_of(1).slot_bytes
+        if rows > most:
             return None
-        programs = min(units, SIMULATED_PROGRAMS if sms is None else WARPS * sms // warps)
-        small, early, registers = residency(variant, comm.size, programs * warps, sms)
+        # Calls of many rows share memory, however many these are.
+        many = pieces == 1 and variant in STEPS and rows * call.columns * itemsize >= LEAST_AT_A_TIME
+        room = power_of_two(most // 2 + 1) if many else rows
+        layout = layout_of(room)
+        programs = min(units, SIMULATED_PROGRAMS if sms is None else division.programs_at_once(sms))
+        small, early, registers = residency(variant, comm.size, programs * warps, registers, sms)
         lanes = max(pieces, power_of_two(warps * threads_per_warp()))
-        shape = RowDivision(call.columns, pieces, piece, part, block, lanes, clustered, small)
-        wanted = [name for name, tensor in call._asdict().items() if tensor is not None]
-        # By what is wanted too: of what programs tell each other, each call writes the words that it reads.
+        shape = RowDivision(call.columns, pieces, piece, part, block, lanes, clustered, small, programs == units)
         name = (
-            f"all_reduce_rms_norm of {room} rows of {call.columns} {call.input.dtype} by {variant}, {shape}, "
-            f"with {wanted} of {call.out.dtype}"
+            f"all_reduce_rms_norm of {room} rows of {call.columns} {call.input.dtype} in {pieces} pieces by {variant}"
         )
+        if variant == BY_OWNER or (pieces > 1 and not clustered):
+            # What is wanted of a row travels in messages, and each call has to write those that it reads.
+            wanted = [name for name, tensor in call._asdict().items() if tensor is not None]
+            name += f", with {wanted} of {call.out.dtype}"
         # Every shape has a channel, which is kept, and however many there are the collectives need room for theirs. So
         # do fewer rows than these, which gain more.
         if not memory.admits(name, line, layout.nbytes, left=memory.limit // ROOM_LEFT + FEWER_ROWS * layout.nbytes):

@@ -4,7 +4,7 @@ import functools
 from typing import NamedTuple
 
 from iris.ccl.communicator import SIMULATED_PROGRAMS, power_of_two
-from iris.ccl.kernel_launch import EARLY_LAUNCH, SMALL_LAUNCH
+from iris.ccl.kernel_launch import ALL_REGISTERS, EARLY_LAUNCH, SMALL_LAUNCH
 from iris.language.target import launches_early, threads_per_warp
 
 # The variants of all_reduce that have a kernel of their own here, and the steps of each.
@@ -15,18 +15,19 @@ BY_OWNER = "owners"
 # Elements of a row that a program has at least, in one shot, and twice as many in two; and of them that a rank adds up.
 SMALLEST_PIECE, SMALLEST_PART = 256, 128
 MOST_WARPS = 8
-# Registers of a thread at most, on NVIDIA, and warps on a multiprocessor, which take half of all registers then.
-REGISTERS, WARPS = 128, 8
-# So few warps may let the next launch of their stream begin while they wait. `WARPS` may begin early if a thread has so
-# many registers (`iris.ccl.kernel_launch`).
-SMALL_WARPS, EARLY_REGISTERS = SMALL_LAUNCH // (32 * REGISTERS), EARLY_LAUNCH // (32 * WARPS)
-# Bytes that a thread holds at most, of a program in a cluster or of `BY_OWNER`: of the pieces of all ranks, but in two
-# shots; and of one piece and what is computed from it, which is four times as much. A program in a cluster has no more
-# warps than that asks for, since on AMD they have to agree in every round of polling; and two at most: programs of a
-# cluster begin together or not at all, and of two warps each takes an eighth of a multiprocessor's registers at most, a
-# warp a quarter of a partition's, which collectives leave in each of the four
+# Registers of a thread at most, on NVIDIA, and of a multiprocessor's those that a launch may take: half of them
+# (`iris.ccl.kernel_launch`).
+REGISTERS, HALF = 128, ALL_REGISTERS // 2
+# Programs of a cluster begin together or not at all. So each takes an eighth of a multiprocessor's registers at most,
+# and a warp a quarter of a partition's, which collectives leave in each of the four
 # (`iris.ccl.kernel_launch.MOST_REGISTERS`).
-THREAD_BYTES, CLUSTER_WARPS = 256, 2
+CLUSTER_REGISTERS = ALL_REGISTERS // 8
+# In one shot between two ranks such a program has two warps, or four of fewer registers. So 128 rows of 4096 took 5.5
+# us on 2 H200, and 5.7 with one warp. The parts of more ranks would take more registers.
+FEWER_REGISTERS = 64
+# Bytes that a thread holds at most for each of its registers, of a program in a cluster or of `BY_OWNER`: of the pieces
+# of all ranks, but in two shots; and of one piece and what is computed from it, which is four times as much.
+REGISTER_BYTES = 2
 
 
 class Residency(NamedTuple):
@@ -40,16 +41,19 @@ class Residency(NamedTuple):
     """Of a thread at most."""
 
 
-def residency(variant: str, size: int, warps: int, sms: int | None) -> Residency:
-    """That of a launch of so many ``warps`` in all. ``sms``: multiprocessors, or None in the simulator."""
+def residency(variant: str, size: int, warps: int, registers: int, sms: int | None) -> Residency:
+    """That of a launch of so many ``warps`` in all. ``sms``: multiprocessors, or None in the simulator.
+
+    ``registers``: of a thread, of a launch that takes half of a multiprocessor's.
+    """
     if sms is None:
-        return Residency(small=False, early=False, registers=REGISTERS)
-    if warps <= SMALL_WARPS * sms:
-        return Residency(small=True, early=True, registers=REGISTERS)
+        return Residency(small=False, early=False, registers=registers)
+    if warps * 32 * registers <= SMALL_LAUNCH * sms:
+        return Residency(small=True, early=True, registers=registers)
     # The parts of more ranks, and of two shots, have no room in fewer registers: compiled for sm_90, up to 230 bytes a
-    # thread spill. Between two ranks none do in bf16, and 20 at most of fp8, which gains as much.
+    # thread spill. Between two ranks at most 72 do, which takes less time than a launch gains by it.
     early = variant == "one_shot" and size == 2 and launches_early()
-    return Residency(small=False, early=early, registers=EARLY_REGISTERS if early else REGISTERS)
+    return Residency(small=False, early=early, registers=registers * EARLY_LAUNCH // HALF if early else registers)
 
 
 class Division(NamedTuple):
@@ -64,8 +68,14 @@ class Division(NamedTuple):
     block: int
     """The same, rounded up to a power of two."""
     warps: int
+    registers: int
+    """Of a thread at most, of a launch that takes half of a multiprocessor's."""
     clustered: bool
     """Whether the programs of a row are a cluster."""
+
+    def programs_at_once(self, sms: int) -> int:
+        """Those that so many multiprocessors have a place for."""
+        return HALF * sms // (32 * self.registers * self.warps)
 
 
 def held_bytes(variant: str, size: int, itemsize: int, piece: int) -> int:
@@ -75,7 +85,7 @@ def held_bytes(variant: str, size: int, itemsize: int, piece: int) -> int:
 
 def in_registers(division: Division, variant: str, size: int, itemsize: int) -> bool:
     """Whether a thread has the registers for what it holds of a piece."""
-    bytes_ = division.warps * threads_per_warp() * THREAD_BYTES
+    bytes_ = division.warps * threads_per_warp() * division.registers * REGISTER_BYTES
     return held_bytes(variant, size, itemsize, division.piece) <= bytes_
 
 
@@ -92,13 +102,26 @@ def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms:
 
     held = functools.partial(held_bytes, variant, size, itemsize)
 
+    def warps_to_hold(piece: int, registers: int) -> int:
+        return power_of_two(-(-held(piece) // (threads * registers * REGISTER_BYTES)))
+
+    between_two = variant == "one_shot" and size == 2
+
+    def most_pieces(clustered: bool) -> int:
+        """Of a row, as far as there is room for programs."""
+        if sms is None or not clustered:
+            return (SIMULATED_PROGRAMS if sms is None else 2 * sms) // room
+        if not between_two:
+            return 4 * sms // room
+        # One on each multiprocessor, and more only to hold the row.
+        return max(sms // room, -(-held(power_of_two(columns)) // (CLUSTER_REGISTERS * REGISTER_BYTES)))
+
     def cut(clustered: bool) -> Division:
         """Into as many pieces as there may be."""
-        programs = SIMULATED_PROGRAMS if sms is None else (4 if clustered else 2) * sms
-        most_pieces = min(cluster, programs // room) if clustered else programs // room
+        most = min(cluster, most_pieces(clustered)) if clustered else most_pieces(clustered)
         smallest = SMALLEST_PIECE if variant == "one_shot" else max(2 * SMALLEST_PIECE, ranks * SMALLEST_PART)
         pieces = 1
-        while 2 * pieces * smallest <= power_of_two(columns) and 2 * pieces <= most_pieces:
+        while 2 * pieces * smallest <= power_of_two(columns) and 2 * pieces <= most:
             pieces *= 2
         if variant == "one_shot":
             piece = part = block = max(fewest, power_of_two(columns) // pieces)
@@ -114,14 +137,22 @@ def divide(variant: str, size: int, room: int, columns: int, itemsize: int, sms:
             part = -(-columns // (8 * pieces * ranks)) * 8
             piece, block = max(fewest, power_of_two(ranks * part)), max(fewest, power_of_two(part))
             share = min(piece * itemsize // 32, block * itemsize // 4)
-        most_warps = power_of_two(-(-held(piece) // (threads * THREAD_BYTES))) if clustered else MOST_WARPS
+        if not clustered:
+            most_warps = MOST_WARPS
+        elif between_two:
+            most_warps = max(2, warps_to_hold(piece, FEWER_REGISTERS))
+        else:
+            most_warps = warps_to_hold(piece, REGISTERS)
         warps = max(1, min(most_warps, share // threads))
+        registers = min(REGISTERS, CLUSTER_REGISTERS // (32 * warps)) if clustered and between_two else REGISTERS
+        division = Division(pieces, piece, part, block, warps, registers, clustered)
         # Pieces of a row are under way together, so there must be room for all programs.
-        while sms is not None and pieces > 1 and warps > 1 and room * pieces * warps > WARPS * sms:
-            warps //= 2
-        return Division(pieces, piece, part, block, warps, clustered)
+        while sms and pieces > 1 and division.warps > 1 and room * pieces > division.programs_at_once(sms):
+            division = division._replace(warps=division.warps // 2)
+        return division
 
     # Fewer pieces that meet in shared memory are faster than more that meet in L2.
     division = cut(clustered=True)
-    fits = in_registers(division, variant, size, itemsize) and division.warps <= CLUSTER_WARPS
-    return division if division.pieces > 1 and fits else cut(clustered=False)
+    small = division.warps * 32 * division.registers <= CLUSTER_REGISTERS
+    fits = division.pieces > 1 and small and in_registers(division, variant, size, itemsize)
+    return division if fits else cut(clustered=False)

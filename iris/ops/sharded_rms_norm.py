@@ -40,7 +40,7 @@ from iris.language.lamport import decode, elements_per_word, encode, lamport_cle
 from iris.language.ll import ll_recv, ll_send
 from iris.language.ordering import store_after_sync
 from iris.language.pairs import widen
-from iris.ops.all_reduce_rms_norm import keep_residual, load_or_zero, normalise, over_the_row
+from iris.ops.rms_norm import keep_residual, load_or_zero, normalise, over_the_row
 
 # Rows that a program sends before it waits for the first of them.
 AHEAD = tl.constexpr(1)

@@ -4,7 +4,7 @@ from codegen.collective_arguments import BF16, FLOAT32, INT16, INT32, INT64
 from iris.ops.kernel_arguments import NormChannel, NormTensors, RowDivision, ShardedNormChannel
 
 # The modules of these kernels.
-OF_ROWS = ("all_reduce_rms_norm", "sharded_rms_norm")
+OF_ROWS = ("all_reduce_rms_norm", "rms_norm", "sharded_rms_norm")
 # Rows of 3600 in two pieces, of which four ranks have a part each: no power of two.
 ROWS = {
     **{"epochs": INT32, "partials": INT64, "factors": INT64, **dict.fromkeys(["slots", "parts", "results"], INT16)},
@@ -12,7 +12,16 @@ ROWS = {
     **dict.fromkeys(["input", "residual", "weight"], BF16),
     **dict.fromkeys(["rows", "apart", "room"], 256),
     **{"H": 3600, "ROW": 4096, "PART": 456, "BLOCK": 512, "PIECES": 2, "PIECE": 2048},
-    **{"LANES": 128, "CLUSTERED": False, "EARLY": True, "ADDS": True, "SCALED": False, "BY_ROW": False, "LARGEST": 0.0},
+    **{
+        "LANES": 128,
+        "CLUSTERED": False,
+        "EARLY": True,
+        "ONE_EACH": True,
+        "ADDS": True,
+        "SCALED": False,
+        "BY_ROW": False,
+        "LARGEST": 0.0,
+    },
 }
 # The same where a rank adds up whole pieces.
 OWNED_ROWS = {"PART": 1808, "BLOCK": 2048}

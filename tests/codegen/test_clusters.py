@@ -25,7 +25,8 @@ def of_bf16(pieces, **more):
     """Of rows of bf16 in one shot: the kernel and its arguments."""
     tensors = {name: torch.zeros(64, dtype=torch.bfloat16) for name in ("input", "residual", "weight", "out")}
     slots = torch.zeros(64, dtype=torch.int16)
-    return one_shot_rms_norm, arguments(one_shot_rms_norm, pieces, slots=slots, BY_ROW=False, **tensors, **more)
+    division = CLUSTER | {"PIECES": pieces, "BY_ROW": False} | more
+    return one_shot_rms_norm, arguments_of(one_shot_rms_norm, slots=slots, **tensors, **division)
 
 
 def of_fp8(size, begin=0):
@@ -110,6 +111,19 @@ def test_a_thread_stores_the_fp8_that_it_has_computed_and_rounds_sums_by_pairs(k
     assert code.text.count("shfl.sync") == 10 and "st.shared" not in code.text
     assert code.text.count("bra POLL") == (2 if kernel is two_shot_rms_norm else 1)
     assert not any("F2F." in line for line in code.instructions())
+
+
+@pytest.mark.parametrize("one_each", [True, False])
+def test_a_program_with_several_rows_sends_one_of_them_ahead(one_each):
+    """Before the loop it sends the first one, and in the loop the next one. It waits in one place.
+
+    A thread has two vectors of a row. It sends them, clears as many, and stores as many of residual and result.
+    """
+    whole = {"CLUSTERED": False, "PIECES": 1, "PIECE": 4096, "PART": 4096, "BLOCK": 4096, "LANES": 256}
+    kernel, given = of_bf16(1, W=2, H=4096, ONE_EACH=one_each, **whole)
+    text = compile_for("sm_90", kernel, *given, num_warps=8).text
+    assert text.count("st.global.v4") == (8 if one_each else 10)
+    assert text.count("bra POLL") == 1
 
 
 # Of each rank a thread has four vectors of 16 bytes, or with three ranks eight, of which four are awaited at once.

@@ -188,7 +188,8 @@ def meeting_during_a_capture(ctx):
         begun, met = threading.Event(), threading.Event()
 
         def capture():
-            with torch.cuda.graph(graph, stream=side):
+            # So that the other thread may wait for its stream.
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 total.add_(1)
                 begun.set()
                 met.wait(60)

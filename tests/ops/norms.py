@@ -34,18 +34,20 @@ def expected(total, residual, weight):
 @contextlib.contextmanager
 def by(ctx, variant, cluster=CLUSTERS[-1]):
     """All sums by one variant of the all-reduce, and with so many programs in a cluster."""
-    comm = ctx.ccl.communicator()
+    comm, norms = ctx.ccl.communicator(), ctx.ops._all_reduce_rms_norm
     table, largest = comm.table, comm.largest_cluster
     comm.largest_cluster = cluster
     comm.table = table | {"all_reduce": [table["all_reduce"][0]._replace(limit=None, variant=variant, programs=None)]}
+    norms._variant = lambda call: variant
     comm.forget()
-    ctx.ops._all_reduce_rms_norm._launches.clear()
+    norms._launches.clear()
     try:
         yield
     finally:
         comm.table, comm.largest_cluster = table, largest
+        del norms._variant
         comm.forget()
-        ctx.ops._all_reduce_rms_norm._launches.clear()
+        norms._launches.clear()
 
 
 def tolerance(dtype, scale):

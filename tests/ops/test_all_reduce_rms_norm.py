@@ -9,6 +9,7 @@ from covering import EVERYTHING, RANKS, covering
 
 import iris
 from iris.ccl import functional as collectives
+from iris.ccl.communicator import power_of_two
 from iris.ccl.lamport_channel import SLOTS
 from iris.errors import InvalidCollectiveError, InvalidGroupError, NotATensorError
 from iris.ops import functional, normalisation
@@ -19,7 +20,7 @@ from ops.norms import BF16, CLUSTERS, E4M3, E5M2, EPS, FP16, FP32, by, data, exp
 # than programs; and what is left to an all-reduce and a kernel after it.
 SHAPES = [
     ("one_shot", (2, 3000)), ("two_shot_push", (1, 1153)), ("one_shot", (70, 1)), ("two_shot_push", (7, 1111)),
-    ("two_shot_push", (21, 200)), ("two_shot", (9, 777)),
+    ("one_shot", (21, 200)), ("two_shot_push", (21, 200)), ("two_shot", (9, 777)),
 ]  # fmt: skip
 RESULTS = [(None, None), (E4M3, "given"), (E4M3, "by row"), (E5M2, None)]
 
@@ -52,16 +53,15 @@ def test_bits_are_the_same_on_all_ranks(ranks):
     ranks.run(same_bits)
 
 
-def one_after_the_other(ctx, variant, rounds):
-    """Calls with other options, numbers of rows and epsilons, with no meeting of the hosts; in each a rank is late.
+def one_after_the_other(ctx, variant, columns, rows, rounds):
+    """Calls with other options, numbers of ``rows`` and epsilons, with no meeting of the hosts; in each a rank is late.
 
     A row's last part is shorter than the others, and what is written there has to go as well.
     """
-    columns, weight = 1056, torch.ones(1056, dtype=BF16, device=ctx.device)
-    wanted = []
+    weight, wanted = torch.ones(columns, dtype=BF16, device=ctx.device), []
     with by(ctx, variant):
         for call in range(rounds):
-            shape = ((1, 3, 1, 4)[call // 4 % 4], columns)
+            shape = (rows[call // 4 % 4], columns)
             everyone = inputs(ctx, call, shape, BF16)
             by_row, eps = call % 4 == 0, (1, 1e-5)[call % 2]
             out = torch.empty(shape, dtype=E4M3 if by_row else BF16, device=ctx.device)
@@ -81,7 +81,22 @@ def one_after_the_other(ctx, variant, rounds):
 @pytest.mark.ranks(1, 2, 3, 4, 5) if EVERYTHING else pytest.mark.ranks(2)
 @pytest.mark.parametrize("variant", ["one_shot", "two_shot_push"])
 def test_calls_of_other_kinds_after_each_other(ranks, variant):
-    ranks.run(one_after_the_other, variant, 48 if EVERYTHING else 16)
+    ranks.run(one_after_the_other, variant, 1056, (1, 3, 1, 4), 48 if EVERYTHING else 16)
+
+
+def through_the_same_memory(ctx, variant, rounds):
+    """Many rows, of which programs have one each or several; here those of any call count as many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(normalisation, "LEAST_AT_A_TIME", 1)
+        one_after_the_other(ctx, variant, 248, (1, 21, 3, 70), rounds)
+    channels = {name for name, _ in ctx.ccl.communicator().workspace._channels}
+    assert sum("rows of 248 " in name and variant in name for name in channels) == 1
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 5) if EVERYTHING else pytest.mark.ranks(2)
+@pytest.mark.parametrize("variant", ["one_shot", "two_shot_push"])
+def test_any_number_of_many_rows_goes_through_the_same_memory(ranks, variant):
+    ranks.run(through_the_same_memory, variant, 48 if EVERYTHING else 16)
 
 
 def not_numbers(ctx):
@@ -231,9 +246,9 @@ def some_at_a_time(ctx, rows, columns, *case):
     with pytest.MonkeyPatch.context() as patch:
         itemsize = case[0].itemsize
         patch.setattr(normalisation, "LEAST_AT_A_TIME", 4 * columns * itemsize)
-        of_six = SLOTS.value * 6 * 2 * columns * itemsize
+        of_six = SLOTS.value * 6 * power_of_two(columns) * itemsize
         patch.setattr(normalisation, "SHARE_OF_WORKSPACE", ctx.ccl.communicator().workspace.limit // of_six)
-        rounds(ctx, "two_shot_push", (rows, columns), *case, CLUSTERS[-1])
+        rounds(ctx, "one_shot", (rows, columns), *case, CLUSTERS[-1])
     used = " ".join(ctx.ccl.communicator().workspace.progress())
     assert f"4 rows of {columns} " in used and f"8 rows of {columns} " not in used
 

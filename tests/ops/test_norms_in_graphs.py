@@ -111,7 +111,7 @@ def replay_some_at_a_time(ctx, shape, out_dtype, layout):
 
     with iris.iris(64 << 20) as own, pytest.MonkeyPatch.context() as patch:
         patch.setattr(normalisation.AllReduceRmsNorm, "_in_one_kernel", counting)
-        with by(own, "two_shot_push"):
+        with by(own, "one_shot"):
             replay(own, shape, out_dtype, layout)
         own.barrier()
     rows = shape[0] // (ctx.num_ranks if layout == "sharded" else 1)

@@ -51,9 +51,11 @@ def test_programs_that_wait_for_each_other_all_have_a_place():
         polled = 1 if variant == BY_OWNER else itemsize  # results may be of fp8
         assert division.block * polled >= 4 * threads_per_warp() * division.warps
         if division.pieces > 1:
-            assert room * division.pieces * division.warps <= row_division.WARPS * SMS
+            assert room * division.pieces <= division.programs_at_once(SMS)
+        assert division.programs_at_once(SMS) * division.warps * 32 * division.registers <= ALL_REGISTERS // 2 * SMS
         if division.clustered:
-            assert 1 < division.pieces <= cluster and division.warps <= row_division.CLUSTER_WARPS
+            assert 1 < division.pieces <= cluster
+            assert division.warps * 32 * division.registers <= row_division.CLUSTER_REGISTERS
             assert row_division.in_registers(division, variant, size, itemsize)
 
 
@@ -61,6 +63,9 @@ def test_programs_that_wait_for_each_other_all_have_a_place():
     "variant, size, room, columns, pieces, warps, clustered",
     [
         ("one_shot", 4, 1, 4096, 16, 1, True), ("one_shot", 4, 16, 8192, 16, 1, True),
+        ("one_shot", 2, 1, 4096, 16, 1, True), ("one_shot", 2, 1, 7168, 16, 2, True),
+        ("one_shot", 2, 16, 7168, 8, 2, True), ("one_shot", 2, 64, 8192, 4, 4, True),
+        ("one_shot", 2, 256, 4096, 2, 4, True), ("one_shot", 2, 256, 8192, 1, 8, False),
         ("one_shot", 6, 1, 16384, 16, 2, True), ("one_shot", 8, 1, 32768, 128, 1, False),
         ("two_shot_push", 2, 32, 8192, 16, 1, True), ("two_shot_push", 4, 32, 4096, 8, 1, True),
         ("two_shot_push", 5, 32, 4096, 4, 2, True), ("two_shot_push", 4, 128, 8192, 4, 2, True),
@@ -87,16 +92,17 @@ def test_all_ranks_take_the_smallest_cluster_of_any(ranks):
 
 
 @pytest.mark.parametrize(
-    ("variant", "size", "warps", "hopper", "given"),
-    [("one_shot", 2, 5, True, (True, True, 128)), ("one_shot", 8, 5, True, (True, True, 128)),
-     ("one_shot", 2, 6, True, (False, True, 96)), ("one_shot", 2, 8, True, (False, True, 96)),
-     ("one_shot", 2, 8, False, (False, False, 128)), ("one_shot", 4, 8, True, (False, False, 128)),
-     ("two_shot_push", 2, 8, True, (False, False, 128)), (BY_OWNER, 2, 8, True, (False, False, 128))],
+    ("variant", "size", "warps", "registers", "hopper", "given"),
+    [("one_shot", 2, 5, 128, True, (True, True, 128)), ("one_shot", 8, 5, 128, True, (True, True, 128)),
+     ("one_shot", 2, 6, 128, True, (False, True, 96)), ("one_shot", 2, 8, 128, True, (False, True, 96)),
+     ("one_shot", 2, 10, 64, True, (True, True, 64)), ("one_shot", 2, 16, 64, True, (False, True, 48)),
+     ("one_shot", 2, 8, 128, False, (False, False, 128)), ("one_shot", 4, 8, 128, True, (False, False, 128)),
+     ("two_shot_push", 2, 8, 128, True, (False, False, 128)), (BY_OWNER, 2, 8, 128, True, (False, False, 128))],
 )  # fmt: skip
-def test_a_launch_begins_early_only_where_there_is_room(monkeypatch, variant, size, warps, hopper, given):
+def test_a_launch_begins_early_only_where_there_is_room(monkeypatch, variant, size, warps, registers, hopper, given):
     """``warps`` on each multiprocessor. What is resident before its turn, and what waits, leave room for others."""
     monkeypatch.setattr(row_division, "launches_early", lambda: hopper)
-    small, early, registers = row_division.residency(variant, size, 132 * warps, 132)
+    small, early, registers = row_division.residency(variant, size, 132 * warps, registers, 132)
     assert (small, early, registers) == given
     held = warps * 32 * registers
     assert held <= (SMALL_LAUNCH if small else EARLY_LAUNCH if early else ALL_REGISTERS // 2)
