@@ -68,7 +68,7 @@ def send_row(ctx, channel, input, row, room, bases, W: tl.constexpr, DIVISION: t
     columns = tl.arange(0, DIVISION.PIECE)
     epoch = tl.load(channel.epochs + row)
     own = tl.load(input + (row.to(tl.int64) * DIVISION.H + columns), mask=columns < DIVISION.H)
-    send_piece(ctx, channel, own, row, epoch, room=room, bases=bases, W=W, DIVISION=DIVISION)
+    send_piece(ctx, channel, own, row, epoch=epoch, room=room, bases=bases, W=W, DIVISION=DIVISION)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -109,7 +109,7 @@ def one_shot_rms_norm(
         gain = tl.load(tensors.weight + columns, mask=inside, other=0)
         divisor = tl.load(tensors.scale) if tensors.scale is not None else 1.0
         if DIVISION.ONE_EACH:
-            send_piece(ctx, channel, own, unit, epoch, room=room, bases=bases, W=W, DIVISION=DIVISION)
+            send_piece(ctx, channel, own, unit, epoch=epoch, room=room, bases=bases, W=W, DIVISION=DIVISION)
         elif unit + stride < units:
             send_row(ctx, channel, input, unit + stride, room=room, bases=bases, W=W, DIVISION=DIVISION)
         # While the data are under way. What the last call's slot held was read in that call.
