@@ -106,7 +106,7 @@ def load_or_zero(pointer, at, mask):
 
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm(tensors, rows, eps, H: tl.constexpr, ROW: tl.constexpr, LARGEST: tl.constexpr):
-    """The same of sums that are there already, after an all-reduce of many rows; ``out`` may be ``input``.
+    """RMSNorm of rows that are summed already, after an all-reduce of many rows; ``out`` may be ``input``.
 
     ``tensors``: a `NormTensors`. ``ROW``: the power of two from ``H`` on.
     """
@@ -116,7 +116,7 @@ def rms_norm(tensors, rows, eps, H: tl.constexpr, ROW: tl.constexpr, LARGEST: tl
     gain = tl.load(tensors.weight + j, mask=inside, other=0).to(tl.float32)
     divisor = tl.load(tensors.scale) if tensors.scale is not None else 1.0
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        at = row.to(tl.int64) * H + j
+        at = tl.cast(row, tl.int64) * H + j
         added = load_or_zero(tensors.residual, at, inside).to(tl.float32)
         x = tl.load(tensors.input + at, mask=inside, other=0).to(tl.float32) + added
         keep_residual(tensors, at, inside, x)
