@@ -22,8 +22,8 @@ REGISTERS, HALF = 128, ALL_REGISTERS // 2
 # and a warp a quarter of a partition's, which collectives leave in each of the four
 # (`iris.ccl.kernel_launch.MOST_REGISTERS`).
 CLUSTER_REGISTERS = ALL_REGISTERS // 8
-# In one shot between two ranks such a program has two warps, or four of fewer registers. So 128 rows of 4096 took 5.5
-# us on 2 H200, and 5.7 with one warp. The parts of more ranks would take more registers.
+# In one shot between two ranks such a program has up to two warps, or four of fewer registers. So 128 rows of 4096 took
+# 5.5 us on 2 H200, and 5.7 with one warp. The parts of more ranks would take more registers.
 FEWER_REGISTERS = 64
 # Bytes that a thread holds at most for each of its registers, of a program in a cluster or of `BY_OWNER`: of the pieces
 # of all ranks, but in two shots; and of one piece and what is computed from it, which is four times as much.

@@ -99,6 +99,28 @@ def test_any_number_of_many_rows_goes_through_the_same_memory(ranks, variant):
     ranks.run(through_the_same_memory, variant, 48 if EVERYTHING else 16)
 
 
+def scales_between_other_calls(ctx, variant):
+    """Programs that are no cluster leave each other messages. None is taken for one of as many calls later as slots."""
+    shape, weight = (1, 1056), data(99, (1056,), BF16)
+    with by(ctx, variant, cluster=1):
+        for call, size in enumerate((4, 1)):
+            everyone = [size * each for each in inputs(ctx, call, shape, BF16)]
+            given, gain = everyone[ctx.cur_rank].to(ctx.device), weight.to(ctx.device)
+            narrow, scales = torch.empty(shape, dtype=E4M3, device=ctx.device), torch.empty(1, device=ctx.device)
+            ctx.ops.all_reduce_rms_norm(narrow, given, gain, EPS, row_scales=scales)
+            for _ in range(SLOTS.value - 1):
+                ctx.ops.all_reduce_rms_norm(torch.empty_like(given), given, gain, EPS)
+            _, wanted = expected(sum(each.to(FP32) for each in everyone).to(BF16), None, weight)
+            largest = wanted.abs().amax(-1) / torch.finfo(E4M3).max
+            torch.testing.assert_close(scales.cpu().double(), largest, rtol=1e-5, atol=0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("variant", ["one_shot", "two_shot_push"])
+def test_scales_are_of_this_calls_elements(ranks, variant):
+    ranks.run(scales_between_other_calls, variant)
+
+
 def not_numbers(ctx):
     """A NaN or an infinity of one rank is in that row of all ranks, and in no other; in fp8 too."""
     given = torch.ones(3, 300, dtype=BF16, device=ctx.device)
