@@ -5,7 +5,7 @@ residual, and needs only the mean of the row's squares to write the normalised p
 read in between, and nothing is launched after the all-reduce. Over the link, as there. *One shot*: W - 1 times the
 bytes, in one step; *two shot*: 2 (W - 1) / W times the bytes, in two, of which the second sends the sums: each rank
 normalises every row, which costs less than to send both the normalised row and the residual. Between two ranks that is
-the same number of bytes, so these always take one shot.
+the same number of bytes, so these take one shot at any size, unless a row is too wide for a program's registers.
 
 Of few rows each has several programs, which would else leave most multiprocessors idle, and a program that did all of a
 row would be slower than the link. Each of them adds up its piece, and they tell each other the sum of its squares: in

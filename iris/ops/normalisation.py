@@ -23,7 +23,7 @@ from iris.ops.kernel_arguments import RowDivision, by_name
 from iris.ops.norm_call import REPLICATED, SHARDED, NormCall
 from iris.ops.norm_memory import NormLayout
 from iris.ops.rms_norm import rms_norm
-from iris.ops.row_division import BY_OWNER, MOST_WARPS, STEPS, divide, in_registers, residency
+from iris.ops.row_division import BY_OWNER, MOST_WARPS, STEPS, Division, divide, in_registers, residency
 from iris.ops.sharded_rms_norm import sharded_rms_norm
 from iris.runtime.launch import addresses, prepare, remember
 
@@ -109,12 +109,21 @@ class AllReduceRmsNorm:
 
     def _variant(self, call: NormCall) -> str:
         """Of the all-reduce's, the one that carries a call."""
-        comm = self._context.ccl.communicator()
-        # Between two ranks two shots send as many bytes as one, in twice as many steps.
-        if comm.size <= 2:
+        comm, itemsize = self._context.ccl.communicator(), call.input.itemsize
+        if comm.size == 1:
             return "one_shot"
-        nbytes = power_of_two(call.rows) * call.columns * call.input.itemsize
+        # Between two ranks two shots send as many bytes as one, in twice as many steps; but of a row they have less in
+        # registers: for sm_90, 16384 of bf16 spill 948 bytes a thread in one shot, and 48 in two.
+        if comm.size == 2 and in_registers(self._divide(call, "one_shot"), "one_shot", comm.size, itemsize):
+            return "one_shot"
+        nbytes = power_of_two(call.rows) * call.columns * itemsize
         return choose(comm.table, "all_reduce", nbytes, Config(), {*STEPS, "two_shot", "pull"}).variant
+
+    def _divide(self, call: NormCall, variant: str) -> Division:
+        """The rows of a call, up to the next power of two."""
+        comm, rows = self._context.ccl.communicator(), power_of_two(call.rows)
+        sms = comm.num_sms if self._on_gpu else None
+        return divide(variant, comm.size, rows, call.columns, call.input.itemsize, sms, comm.largest_cluster)
 
     def _some_at_a_time(self, call: NormCall, line: Line) -> Launch | None:
         """Of more rows than the kernel has room for: as many as it has, in launches one after the other.
@@ -124,7 +133,9 @@ class AllReduceRmsNorm:
         comm, row = self._context.ccl.communicator(), call.columns * call.input.itemsize
         some = power_of_two(call.rows) // 2
         while comm.size == 2 and some * row >= LEAST_AT_A_TIME:
-            launch = self._in_one_kernel(call.of(slice(0, some)), "one_shot", line)
+            first = call.of(slice(0, some))
+            variant = self._variant(first)
+            launch = self._in_one_kernel(first, variant, line) if variant in STEPS else None
             if launch is not None:
                 return one_after_the_other(launch, some)
             some //= 2
@@ -158,8 +169,7 @@ class AllReduceRmsNorm:
         The latter takes besides how many rows of an owner there are, if a call is of some of them.
         """
         comm, rows, itemsize = self._context.ccl.communicator(), power_of_two(call.rows), call.input.itemsize
-        sms = comm.num_sms if self._on_gpu else None
-        division = divide(variant, comm.size, rows, call.columns, itemsize, sms, comm.largest_cluster)
+        sms, division = comm.num_sms if self._on_gpu else None, self._divide(call, variant)
         pieces, piece, part, block, warps, registers, clustered = division
         if variant == BY_OWNER and not in_registers(division, variant, comm.size, itemsize):
             return None

@@ -263,22 +263,41 @@ def test_many_shapes_leave_room_for_the_collectives(ranks):
     ranks.run(with_little_room)
 
 
-def some_at_a_time(ctx, rows, columns, *case):
-    """There is room for 4 rows in one kernel, and not for 8."""
+def some_at_a_time(ctx, some, rows, columns, *case):
+    """There is room for ``some`` rows in one kernel, and not for twice as many."""
     with pytest.MonkeyPatch.context() as patch:
         itemsize = case[0].itemsize
-        patch.setattr(normalisation, "LEAST_AT_A_TIME", 4 * columns * itemsize)
-        of_six = SLOTS.value * 6 * power_of_two(columns) * itemsize
-        patch.setattr(normalisation, "SHARE_OF_WORKSPACE", ctx.ccl.communicator().workspace.limit // of_six)
+        patch.setattr(normalisation, "LEAST_AT_A_TIME", some * columns * itemsize)
+        room = SLOTS.value * some * 3 // 2 * power_of_two(columns) * itemsize
+        patch.setattr(normalisation, "SHARE_OF_WORKSPACE", ctx.ccl.communicator().workspace.limit // room)
         rounds(ctx, "one_shot", (rows, columns), *case, CLUSTERS[-1])
     used = " ".join(ctx.ccl.communicator().workspace.progress())
-    assert f"4 rows of {columns} " in used and f"8 rows of {columns} " not in used
+    assert f"{some} rows of {columns} " in used and f"{2 * some} rows of {columns} " not in used
 
 
 @pytest.mark.ranks(2)
 def test_many_rows_are_normalised_some_at_a_time(ranks):
-    ranks.run(some_at_a_time, 7, 1600, BF16, E4M3, "by row", True)
-    ranks.run(some_at_a_time, 8, 1616, FP32, FP32, None, True)
+    """In the simulator the last has programs with two rows each."""
+    ranks.run(some_at_a_time, 4, 7, 1600, BF16, E4M3, "by row", True)
+    ranks.run(some_at_a_time, 4, 8, 1616, FP32, FP32, None, True)
+    ranks.run(some_at_a_time, 16, 45, 240, BF16, BF16, None, True)
+
+
+def by_width(ctx):
+    """Of two ranks, whatever the all-reduce takes, unless a program has no room for a row."""
+    norms, comm, ways = ctx.ops._all_reduce_rms_norm, ctx.ccl.communicator(), {}
+    with by(ctx, "two_shot_push"), pytest.MonkeyPatch.context() as patch:
+        patch.delattr(norms, "_variant")
+        for columns, dtype in ((8192, BF16), (8193, BF16), (4096, FP32), (4097, FP32)):
+            rows = torch.empty(256, columns, dtype=dtype, device=ctx.device)
+            ways[columns] = norms._variant(normalisation.NormCall(rows, rows, rows[0], None, None, None))
+    assert comm.size == 2
+    assert ways == {8192: "one_shot", 8193: "two_shot_push", 4096: "one_shot", 4097: "two_shot_push"}
+
+
+@pytest.mark.ranks(2)
+def test_two_ranks_take_one_shot_unless_rows_are_too_wide(ranks):
+    ranks.run(by_width)
 
 
 def decided_at_first(ctx):
