@@ -1,6 +1,7 @@
 """The Iris context of a rank: a world, a symmetric heap, the factories of tensors on it, and the meetings of ranks."""
 
 import logging
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -84,28 +85,27 @@ class Iris(Factories, SymmetricTensors, ProcessGroups):
         self.local_ranks, self.num_local_ranks = hosts.local_ranks, len(hosts.local_ranks)
         self.device = self._world.device
         self.gpu_id = self.device.index or 0
-        self.heap = SymmetricHeap(self._world.group, heap_size, self.device, hosts)
-        self.heap_size = heap_size
-        self._barriers: dict[dist.ProcessGroup | None, DeviceBarrier] = {}
-        self._experts = ExpertParallels(self)
-        try:
-            ProcessGroups.__init__(self, self._world, DeviceRecord(self.device))
-        except BaseException:
-            self.heap.close()
-            raise
-        bases, size, record = self.heap.bases, self.heap.mapped_size, self._record.address
-        self.heap_bases = heap_bases_tensor(bases, size, record, self.device)
-        try:
-            self.ccl: Collectives = CollectivesOverHosts(self) if self._rail else Collectives(self)
-        except BaseException:
+        with ExitStack() as taken:
+            # What was taken goes back if a later step fails. Steps wait for their kernels, so none is left running.
+            with ExitStack() as joined:
+                joined.callback(self._world.disconnect)
+                self.heap = SymmetricHeap(self._world.group, heap_size, self.device, hosts)
+                taken.callback(self.heap.close)
+                self.heap_size = heap_size
+                self._barriers: dict[dist.ProcessGroup | None, DeviceBarrier] = {}
+                self._experts = ExpertParallels(self)
+                ProcessGroups.__init__(self, self._world, DeviceRecord(self.device))
+                joined.pop_all()  # From here on `_close_groups` disconnects.
+            taken.callback(self._close_groups)
+            bases, size, record = self.heap.bases, self.heap.mapped_size, self._record.address
+            self.heap_bases = heap_bases_tensor(bases, size, record, self.device)
             # Over hosts it is collective, and a setting may be wrong on any rank.
-            self._close_groups()
-            self.heap.close()
-            raise
-        self.ops: Operations = OperationsOverHosts(self, self._rail) if self._rail else Operations(self)
-        self._device_context = context_tensor(self.cur_rank, bases, size, record, self.device)
-        self.tracing = Tracing(self._world, self._workspaces[None], self._record, self._drain, self._time_rails)
-        self.tracing.enable_if_wanted()
+            self.ccl: Collectives = CollectivesOverHosts(self) if self._rail else Collectives(self)
+            self.ops: Operations = OperationsOverHosts(self, self._rail) if self._rail else Operations(self)
+            self._device_context = context_tensor(self.cur_rank, bases, size, record, self.device)
+            self.tracing = Tracing(self._world, self._workspaces[None], self._record, self._drain, self._time_rails)
+            self.tracing.enable_if_wanted()
+            taken.pop_all()
 
     def __repr__(self) -> str:
         return f"<Iris rank {self.cur_rank} of {self.num_ranks}, heap of {self.heap_size} bytes on {self.device}>"

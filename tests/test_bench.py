@@ -160,15 +160,37 @@ def test_what_is_written(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
+def test_what_is_written_of_another_dtype_lies_beside_that_of_bf16(tmp_path):
+    of_fp32 = [row._replace(dtype="float32", microseconds=1.0) for row in ROWS]
+    pictures = {}
+    for rows in (ROWS, of_fp32):
+        collectives.write(tmp_path, 2, rows, {})
+        pictures[rows[0].dtype] = {file.stem for file in plots.draw(tmp_path, 2, rows)}
+    for name, rows in (("collectives_2", ROWS), ("collectives_float32_2", of_fp32)):
+        written = json.loads((tmp_path / f"{name}.json").read_text())
+        assert [collectives.Row(**row) for row in written["rows"]] == rows and (tmp_path / f"{name}.csv").exists()
+    assert pictures == {
+        "bfloat16": {"all_reduce_2_by_size", "all_reduce_2_by_sms"},
+        "float32": {"all_reduce_float32_2_by_size", "all_reduce_float32_2_by_sms"},
+    }
+    assert report.file_name("sweep", "float8_e4m3fn", "2x8") == "sweep_float8_e4m3fn_2x8"
+
+
 def test_growth_is_drawn_of_what_every_number_of_ranks_has(tmp_path):
     for num_ranks, sizes in ((2, [8, 16]), (4, [8, 32]), (8, [8, 64])):
         rows = [collectives.Row("all_gather", "bfloat16", n * KIB, 0, "iris", 1.0 * n, 1.0) for n in sizes]
         collectives.write(tmp_path, num_ranks, [*rows, ROWS[0]._replace(bytes=num_ranks)], {})
-        (file, *_) = plots.draw_by_ranks(tmp_path) or [None]
+        # Of another type there is less, and it is drawn by itself.
+        if num_ranks > 2:
+            collectives.write(tmp_path, num_ranks, [row._replace(dtype="float32") for row in rows], {})
+        (file, *_) = plots.draw_by_ranks(tmp_path, "bfloat16") or [None]
         assert (file is None) == (num_ranks == 2)
     # The one size in all, and the one a rank; and nothing of what has none.
-    names = ["all_gather_by_ranks.svg", "all_reduce_by_ranks.svg"]
-    assert [each.name for each in plots.draw_by_ranks(tmp_path)] == names
+    for dtype, names in (
+        ("bfloat16", ["all_gather_by_ranks.svg", "all_reduce_by_ranks.svg"]),
+        ("float32", ["all_gather_float32_by_ranks.svg"]),
+    ):
+        assert [each.name for each in plots.draw_by_ranks(tmp_path, dtype)] == names
     text = file.read_text()
     assert all(f"<!-- {label} -->" in text for label in ("8 KiB", "2", "4", "8"))
 

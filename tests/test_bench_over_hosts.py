@@ -32,10 +32,10 @@ def test_collectives_are_measured_over_hosts(ranks, tmp_path):
     rows = ranks.run(measured_over_hosts)[0]
     num_ranks, (hosts, each, _) = ranks.num_ranks, ranks.hosts
     collectives.write(tmp_path, num_ranks, rows, {}, hosts)
-    written = json.loads((tmp_path / f"collectives_{hosts}x{each}.json").read_text())
+    written = json.loads((tmp_path / f"collectives_float32_{hosts}x{each}.json").read_text())
     assert [written[name] for name in ("num_ranks", "num_hosts", "ranks_per_host")] == [num_ranks, hosts, each]
     # Pictures by numbers of ranks are of one host.
-    assert plots.draw_by_ranks(tmp_path) == []
+    assert plots.draw_by_ranks(tmp_path, rows[0].dtype) == []
 
 
 def run_over_hosts(ctx, folder):
@@ -70,7 +70,7 @@ def test_commands_over_hosts(ranks, tmp_path):
     texts, *_ = ranks.run(run_over_hosts, tmp_path)
     num_ranks, (hosts, each, _) = ranks.num_ranks, ranks.hosts
     libraries = {
-        "collectives": {"iris", "iris steps"},
+        "collectives_float32": {"iris", "iris steps"},
         "operations_float32": {"iris", "iris triton"},
         "both/operations_float32": {"iris beside rails", "iris in turn"},
     }

@@ -1,16 +1,23 @@
-"""What fails on one rank of a collective call of the host is told to the others at once, and all stay in step."""
+"""What fails on one rank of a call of the host is told to the others at once, and all stay in step. Nothing is left."""
 
+import gc
+import os
 import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import HOSTS
 
 import iris.ccl.communicator
+import iris.context
 import iris.runtime.device_barrier
+import iris.runtime.process_groups
 import iris.tracing.recording
 from iris import world
 from iris.errors import PeerFailedError
+from iris.heap.mapping import mappings
+from iris.heap.symmetric import live_heaps
 from iris.world import placement
 
 
@@ -82,3 +89,52 @@ def have_no_folder(ctx):
 @pytest.mark.ranks(2)
 def test_no_folder_for_the_events_of_all(ranks):
     ranks.run(have_no_folder)
+
+
+# What a context makes after its heap, in this order.
+STEPS = [
+    (iris.context, "DeviceRecord"),
+    (iris.runtime.process_groups, "Workspace"),
+    (iris.context, "heap_bases_tensor"),
+    (iris.context, "context_tensor"),
+    (iris.context, "Tracing"),
+    (iris.context.Tracing, "enable_if_wanted"),
+]
+
+
+def taken():
+    with open("/proc/self/maps") as maps:
+        shared = [line for line in maps if "memfd" in line or "nvidia" in line]
+    mapped = [mapping for mapping in mappings() if mapping.memory is not None]
+    return len(os.listdir("/proc/self/fd")), len(shared), len(mapped), len(live_heaps())
+
+
+def make_no_context(ctx):
+    def fail(*args, **options):
+        raise FloatingPointError("no such thing")
+
+    iris.iris(1 << 20).close()  # what is made once in a process
+    gc.collect()
+    gc.disable()  # which would hide what a context has not given back by itself
+    try:
+        before = taken()
+        for owner, name in STEPS:
+            with pytest.MonkeyPatch.context() as patch:
+                # On several hosts, the others have memory of theirs by then.
+                if ctx.host == 0 or name != "Workspace":
+                    patch.setattr(owner, name, fail)
+                with pytest.raises((FloatingPointError, PeerFailedError), match="no such thing"):
+                    iris.iris(1 << 20)
+            ctx.barrier()
+            assert taken() == before, name
+    finally:
+        gc.enable()
+    with iris.iris(1 << 20) as other:
+        values = other.arange(4) + ctx.cur_rank
+        other.ccl.all_reduce(values, values)
+        assert values.tolist() == [sum(i + rank for rank in range(ctx.num_ranks)) for i in range(4)]
+
+
+@pytest.mark.ranks(2, HOSTS[0])
+def test_a_context_that_cannot_be_made_gives_back_what_it_has_taken(ranks):
+    ranks.run(make_no_context)

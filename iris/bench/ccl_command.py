@@ -95,7 +95,7 @@ def run_on_rank(
                     from iris.bench import plots
 
                     plots.draw(out, name_of_ranks(ctx.num_local_ranks, hosts), rows)
-                    plots.draw_by_ranks(out)
+                    plots.draw_by_ranks(out, dtype)
         missed = [
             f"{row.collective} of {row.bytes} bytes by {row.library}: {row.reason}"
             for row in rows

@@ -19,7 +19,7 @@ from iris.bench import optional_peers, peers
 from iris.bench.checked import Checked, of_all_ranks, relative_error
 from iris.bench.ranks import failure
 from iris.bench.repetitions import Repetitions, repetitions
-from iris.bench.report import save_rows
+from iris.bench.report import file_name, save_rows
 from iris.bench.timing import Operands, capture, counts, do_bench, microseconds_in_turns
 from iris.ccl import Config
 from iris.ccl.select import name_of_ranks
@@ -285,5 +285,5 @@ def _case(
 
 def write(folder: Path, num_ranks: int, rows: list[Row], ceiling: dict[str, float], num_hosts: int = 1) -> None:
     """The rows as CSV and JSON, the latter with what they depend on."""
-    table = folder / f"collectives_{name_of_ranks(num_ranks // num_hosts, num_hosts)}.csv"
-    save_rows(table, num_ranks, num_hosts, rows, **ceiling)
+    name = file_name("collectives", rows[0].dtype, name_of_ranks(num_ranks // num_hosts, num_hosts))
+    save_rows(folder / f"{name}.csv", num_ranks, num_hosts, rows, **ceiling)

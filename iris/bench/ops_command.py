@@ -15,7 +15,7 @@ from iris import simulator
 from iris.bench import operations as measuring
 from iris.bench import optional_peers, plots, ranks
 from iris.bench.options import check_choices
-from iris.bench.report import below_floor, save_rows
+from iris.bench.report import below_floor, file_name, save_rows
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
 from iris.errors import InvalidValueError
@@ -121,11 +121,6 @@ def run_on_rank(
     if floors is not None:
         missed += below_floor(floors, "ops", ctx.num_ranks, figures(rows), hosts)
     return missed
-
-
-def file_name(name: str, dtype: str, ranks: str) -> str:
-    """Of what is written, without its ending: bf16, which most of it is, is left out. ``ranks``: `name_of_ranks`."""
-    return f"{name}_{ranks}" if dtype == "bfloat16" else f"{name}_{dtype}_{ranks}"
 
 
 def figures(rows: list[measuring.Row]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import Any
 from iris.bench import experts, operations
 from iris.bench.collectives import Row
 from iris.bench.model import measure as model
+from iris.bench.report import file_name
 from iris.errors import readable
 
 
@@ -52,20 +53,26 @@ def draw(folder: Path, num_ranks: int | str, rows: list[Row]) -> list[Path]:
             axes.set_title(f"{collective}, {num_ranks} ranks, {points[0].dtype}")
             axes.grid(alpha=0.3)
             axes.legend()
-            files.append(folder / f"{collective}_{num_ranks}_by_{name}.svg")
+            files.append(folder / f"{file_name(collective, points[0].dtype, num_ranks)}_by_{name}.svg")
             figure.savefig(files[-1], bbox_inches="tight")
             pyplot.close(figure)
     return files
 
 
-def draw_by_ranks(folder: Path) -> list[Path]:
+def draw_by_ranks(folder: Path, dtype: str) -> list[Path]:
     """One picture a collective: how its time grows with the ranks of a host, of what was written for several numbers.
+
+    Of data of this ``dtype``.
 
     On the left with as much data in all, on the right with as much a rank; sizes that were measured with every number.
     """
     pyplot = _pyplot()
     written = [json.loads(file.read_text()) for file in folder.glob("collectives_*.json")]
-    written = [result for result in written if result.get("num_hosts", 1) == 1]
+    written = [
+        result
+        for result in written
+        if result.get("num_hosts", 1) == 1 and {row["dtype"] for row in result["rows"]} == {dtype}
+    ]
     ranks = sorted(result["num_ranks"] for result in written)
     # By collective, by what is fixed, by library and size: number of ranks and microseconds.
     lines: defaultdict[str, dict[str, Any]] = defaultdict(
@@ -99,7 +106,7 @@ def draw_by_ranks(folder: Path) -> list[Path]:
             if found:
                 axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
         each_axes[0].set_ylabel("µs: Iris, and NCCL dotted")
-        files.append(folder / f"{collective}_by_ranks.svg")
+        files.append(folder / f"{file_name(collective, dtype, 'by_ranks')}.svg")
         figure.savefig(files[-1], bbox_inches="tight")
         pyplot.close(figure)
     return files

@@ -72,6 +72,11 @@ def numbers(num_ranks: int, num_hosts: int = 1) -> dict[str, int]:
     return {"num_ranks": num_ranks, "num_hosts": num_hosts, "ranks_per_host": num_ranks // num_hosts}
 
 
+def file_name(name: str, dtype: str, ranks: int | str) -> str:
+    """Of what is written, without its ending: bf16, which most of it is, is left out. ``ranks``: `name_of_ranks`."""
+    return f"{name}_{ranks}" if dtype == "bfloat16" else f"{name}_{dtype}_{ranks}"
+
+
 def save(path: Path, num_ranks: int, figures: dict[str, float], num_hosts: int = 1) -> None:
     """Write ``figures`` (name with unit → value) as JSON; called by one rank."""
     result = {**environment(), **numbers(num_ranks, num_hosts), "figures": figures}

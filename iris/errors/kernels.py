@@ -40,7 +40,10 @@ class SharedMemoryRaceError(IrisError, RuntimeError):
 
 
 class KernelBoundsError(IrisError, IndexError, ValueError):
-    """A kernel used a place outside of its shared memory, or had TMA store to a place before a tensor."""
+    """A kernel used a place outside of its shared memory, or had TMA store to a place before a tensor.
+
+    Or it gave a barrier fewer flags than its programs and ranks need.
+    """
 
 
 class MbarrierError(IrisError, RuntimeError):

@@ -2,7 +2,14 @@
 
 import numpy as np
 
-from iris.errors import InvalidContextError, NotSymmetricError, NotTheCallerError, RankOutOfRangeError
+from iris import observer
+from iris.errors import (
+    InvalidContextError,
+    KernelBoundsError,
+    NotSymmetricError,
+    NotTheCallerError,
+    RankOutOfRangeError,
+)
 from iris.heap.mapping import describe_address, is_mapped
 from iris.heap.symmetric import heap_at, live_heaps
 
@@ -75,6 +82,28 @@ def check_local(ranks: np.ndarray | int, mask: np.ndarray | bool | None, base: n
         ranks = ranks[active]
     for rank in np.unique(ranks):
         heap.check_local(int(rank))
+
+
+def check_row(flags: np.ndarray, row: np.ndarray, num_ranks: np.ndarray | int, base: np.ndarray, width: int) -> None:
+    """Raise `KernelBoundsError` unless the tensor at ``flags`` has the ``row`` of a program in a barrier.
+
+    A row has a flag of ``width`` bytes for each rank. Nothing is looked at if ``base`` is that of the library's own
+    memory, or if no tensor is there.
+    """
+    first, own, ranks = (int(np.asarray(each).item()) for each in (flags, base, num_ranks))
+    heap = heap_at(own)
+    block = None if heap is None else heap.block_at(first - own)
+    if block is None:
+        return
+    program = (int(row.item()) - first) // width // ranks
+    there = (own + block.offset + block.size - first) // width
+    if (program + 1) * ranks > there:
+        error = KernelBoundsError(
+            f"A barrier has too few flags: program {program} of a kernel needs a tensor of shape "
+            f"[{program + 1}, {ranks}] or larger, a flag for each program and rank, and {block.origin} has "
+            f"{max(0, there)} from the pointer on. Pass ctx.zeros((programs, {ranks}), dtype=torch.int32)."
+        )
+        raise observer.mistake("bounds", error)
 
 
 def check_rank(ranks: np.ndarray | int, base: np.ndarray) -> None:

@@ -33,6 +33,17 @@ def meeting(half):
 
 
 @triton.constexpr_function
+def check_row(flags_ptr, row, num_ranks, base):
+    """In the simulator: raise unless the tensor at ``flags_ptr`` has this program's ``row`` of flags."""
+    # Imported here: Triton follows the global names of a constexpr_function, and does not know these.
+    from iris.heap import reach
+
+    values = flags_ptr, row, num_ranks, base
+    stored = [value.handle.data if isinstance(value, tl.tensor) else value for value in values]
+    reach.check_row(*stored, flags_ptr.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.constexpr_function
 def warp_layout(num_warps):
     """One element for each of `LANES` lanes. Further warps, and the upper half of an AMD wave, hold copies."""
     return gl.BlockedLayout([1], [threads_per_warp()], [num_warps], [0])
@@ -144,6 +155,8 @@ def barrier(flags_ptr, epoch, rank, num_ranks, table, base, record):
         one_of(flags_ptr.dtype.element_ty, tl.int32, tl.int64), "the flags of a barrier must be int32 or int64"
     )
     row = flags_ptr + tl.cast(linear_program_id(), tl.int64) * num_ranks
+    if in_simulator():
+        check_row(flags_ptr, row, num_ranks, base)
     if epoch is None:
         # An atomic: a second barrier in the same kernel must not find the first one's line in the L1.
         reached = tl.atomic_add(row + rank, tl.cast(0, flags_ptr.dtype.element_ty), sem="relaxed", scope="gpu") + 1

@@ -153,6 +153,9 @@ class DeviceContext:
 
         A release at system scope. Who waits for the flag with `wait` sees all that came before. ``flag_ptr`` is a
         scalar pointer to int32, uint32, int64 or uint64; ``op`` is "set" or "add". Over the link: 4 or 8 bytes.
+
+        ``value``: a whole number that the flag can hold. Floats, and constants that do not fit, fail to compile; the
+        simulator refuses all of these.
         """
         event = self.tracing.begin_flag("signal", flag_ptr, rank=to_rank, value=value, mask=None)
         now = ordered_signal(self._peer_word(flag_ptr, to_rank), value, op)
@@ -163,7 +166,7 @@ class DeviceContext:
         """Wait until the caller's own flag compares to ``value`` by ``cmp``; returns the flag as it was seen.
 
         ``cmp`` is "eq", "ne", "gt", "ge", "lt", "le" or "reached". The last is for counts that only rise: it holds at
-        ``value`` and past it, even if the count has overflowed since.
+        ``value`` and past it, even if the count has overflowed since. ``value`` is as for `signal`.
 
         Everything that the block does **after** it sees what the sender did before its `signal`: it is an acquire at
         system scope, in a loop. ``flag_ptr`` is a scalar pointer to int32, uint32, int64 or uint64. It is not
@@ -208,7 +211,8 @@ class DeviceContext:
         """Program p of this rank waits for program p of every other rank.
 
         What all of them did before is visible to all of them after it. ``flags_ptr`` is int32 or int64 of shape
-        ``[programs, num_ranks]`` on the heap, zeros before the first use; another dtype fails to compile. With
+        ``[programs, num_ranks]`` on the heap, zeros before the first use; another dtype fails to compile, and the
+        simulator raises `KernelBoundsError` if there are fewer than programs and ranks need. With
         ``epoch`` None the flags count by themselves, which a CUDA graph needs; otherwise pass 1, 2, 3, ... in turn.
         Over the link: one flag to each peer, in one step.
 

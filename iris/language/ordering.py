@@ -111,6 +111,33 @@ def is_tensor(value):
 
 
 @triton.constexpr_function
+def check_value(call, value, element, adds):
+    """Raise unless a flag of this type can hold ``value``: a constant or, in the simulator, any number.
+
+    ``adds``: the value is added to the flag. Then it may be negative for an unsigned one, too, which counts down.
+    """
+    # Imported here: Triton follows the global names of a constexpr_function, and does not know these.
+    from iris.errors import InvalidArgumentError, InvalidValueError
+
+    kind = value.dtype.scalar if isinstance(value, tl.tensor) else None
+    if not (isinstance(value, int) if kind is None else kind.is_int()):
+        given = f"value={value!r}" if kind is None else f"a value of {kind}"
+        raise InvalidArgumentError(f"{call}() got {given}, and a flag of {element} takes a whole number.")
+    if kind is None:
+        numbers = [value]
+    else:
+        numbers = value.handle.data.ravel().tolist() if in_simulator() else []
+    most = element.get_int_max_value()
+    least = min(element.get_int_min_value(), -most if adds else 0)
+    for number in numbers:
+        if not least <= number <= most:
+            raise InvalidValueError(
+                f"{call}() got value={number}, which does not fit a flag of {element}: that takes {least} to {most}. "
+                "Pass such a number, or a flag of a dtype that holds this one."
+            )
+
+
+@triton.constexpr_function
 def signed_type(element):
     """The signed integer as wide as ``element``."""
     return {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64}[element.primitive_bitwidth]
@@ -218,6 +245,7 @@ def signal(flag_ptr, value, op: tl.constexpr, scope: tl.constexpr = SYS):
     """
     tl.static_assert(possible("op", op), refusal("op", op))
     tl.static_assert(is_flag(flag_ptr.type), no_flag(flag_ptr.type))
+    check_value("signal", value, flag_ptr.dtype.element_ty, op == "add")
     # An exchange and not a compare-and-swap, whose order AMD's compiler ignores before Triton 3.7; an exchange and
     # not a store, which has no release in Triton before 3.9.
     value = tl.cast(value, flag_ptr.dtype.element_ty)
@@ -295,6 +323,7 @@ def wait(flag_ptr, value, cmp: tl.constexpr, record, stop: tl.constexpr = 0):
     """
     tl.static_assert(possible("cmp", cmp), refusal("cmp", cmp))
     tl.static_assert(is_flag(flag_ptr.type), no_flag(flag_ptr.type))
+    check_value("wait", value, flag_ptr.dtype.element_ty, False)
     wanted = tl.cast(value, flag_ptr.dtype.element_ty)
     tl.static_assert(not is_block(wanted.type), "a flag is compared to one value, and not to a block of them")
     if in_simulator():

@@ -86,7 +86,12 @@ class ProcessGroups:
         if part.rail is None:
             set_aside()
         else:
-            part.group.agree(set_aside, "set aside memory for a group over several hosts")
+            try:
+                part.group.agree(set_aside, "set aside memory for a group over several hosts")
+            except BaseException:
+                for workspace in made:
+                    workspace.close()
+                raise
             link_aborts(part.group, part.hosts.group)
         return made[0]
 

@@ -157,6 +157,16 @@ def gluon_tell(context_tensor, flag, value, peer, OP: gl.constexpr):
 
 
 @triton.jit
+def triton_meeting(context_tensor, flags):
+    DeviceContext.initialize(context_tensor).barrier(flags)
+
+
+@gluon.jit
+def gluon_meeting(context_tensor, flags):
+    IrisDeviceCtx.initialize(context_tensor).barrier(flags)
+
+
+@triton.jit
 def several(context_tensor, flags, peer, FORM: tl.constexpr):
     """Blocks where a flag and its value are one each."""
     ctx = DeviceContext.initialize(context_tensor)

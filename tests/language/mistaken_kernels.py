@@ -23,6 +23,12 @@ def store(context_tensor, heap_bases, target, WHAT: tl.constexpr):
             ctx.store(tl.load(target), 1.0, 0)
         elif WHAT == "flag":
             ctx.signal(tl.load(target), 1, 0)
+        elif WHAT == "large signal":
+            ctx.signal(tl.cast(target, tl.pointer_type(tl.int32), bitcast=True), (1 << 40) + 5, 0)
+        elif WHAT == "large wait":
+            ctx.wait(tl.cast(target, tl.pointer_type(tl.uint32), bitcast=True), -1)
+        elif WHAT == "half":
+            ctx.wait(tl.cast(target, tl.pointer_type(tl.int64), bitcast=True), 0.5)
         else:
             ctx.store(target, 1.0, (ctx.cur_rank + 1) / 2)
 
@@ -35,5 +41,8 @@ MISTAKES = {
     "swapped": r".* takes a pointer into the heap .* and got 1\.0",
     "value": ".* takes a pointer into the heap .* and got numbers of fp32",
     "flag": ".* takes a pointer into the heap .* and got numbers of fp32",
+    "large signal": r"signal\(\) got value=1099511627781, .* flag of int32: that takes -2147483648 to 2147483647",
+    "large wait": r"wait\(\) got value=-1, .* flag of uint32: that takes 0 to 4294967295",
+    "half": r"wait\(\) got value=0\.5, and a flag of int64 takes a whole number",
     "divided": "A rank is a whole number.* and got fp32",
 }

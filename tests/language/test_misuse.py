@@ -11,6 +11,8 @@ import iris
 from iris.errors import (
     InvalidArgumentError,
     InvalidContextError,
+    InvalidValueError,
+    KernelBoundsError,
     NotSymmetricError,
     NotTheCallerError,
     RankOutOfRangeError,
@@ -160,7 +162,8 @@ def test_a_caller_that_is_not_there(ranks, form):
 
 
 def of_wrong_types(ctx, what):
-    with pytest.raises((InvalidArgumentError, InvalidContextError), match=mistaken_kernels.MISTAKES[what]):
+    errors = InvalidArgumentError, InvalidContextError, InvalidValueError
+    with pytest.raises(errors, match=mistaken_kernels.MISTAKES[what]):
         mistaken_kernels.store[(1,)](ctx.get_device_context(), ctx.get_heap_bases(), ctx.zeros(1), what)
     ctx.barrier()
 
@@ -273,6 +276,53 @@ def misuse_flags(ctx, language):
 @pytest.mark.parametrize("language", ["triton", "gluon"])
 def test_comparisons_operations_and_types_that_flags_do_not_have(ranks, language):
     ranks.run(misuse_flags, language)
+
+
+# What a kernel gets as a number, and not as a constant: only the simulator knows it.
+CUT = [
+    (torch.int32, (1 << 40) + 5, InvalidValueError, "value=1099511627781, .* takes -2147483648 to 2147483647"),
+    (torch.int32, -(1 << 31) - 1, InvalidValueError, "value=-2147483649, .* flag of int32"),
+    (torch.uint32, -1, InvalidValueError, "value=-1, .* flag of uint32: that takes 0 to 4294967295"),
+    (torch.int64, 1 << 63, InvalidValueError, "value=9223372036854775808, .* flag of int64"),
+    (torch.int64, 1.5, InvalidArgumentError, "a value of fp32, and a flag of int64 takes a whole number"),
+]
+
+
+def cut_values(ctx, language):
+    context = ctx.get_device_context()
+    compare, tell = (getattr(meeting_kernels, f"{language}_{name}") for name in ("compare", "tell"))
+    for dtype, value, error, words in CUT:
+        flag, seen = ctx.zeros(1, dtype=dtype), ctx.zeros(1, dtype=dtype)
+        with pytest.raises(error, match=rf"wait\(\) got {words}"):
+            compare[(1,)](context, flag, value, seen, "ne")
+        with pytest.raises(error, match=rf"signal\(\) got {words}"):
+            tell[(1,)](context, flag, value, ctx.cur_rank, "set")
+        assert flag.item() == 0
+    # A count that has no sign may go down.
+    flag = ctx.full((1,), 7, dtype=torch.uint32)
+    tell[(1,)](context, flag, -3, ctx.cur_rank, "add")
+    assert flag.item() == 4
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_a_value_that_a_flag_cannot_hold_is_not_cut(ranks, language):
+    ranks.run(cut_values, language)
+
+
+def too_few_flags(ctx, language):
+    ranks, kernel = ctx.num_ranks, getattr(meeting_kernels, f"{language}_meeting")
+    for programs, shape in ((1, (ranks - 1,)), (3, (2, ranks))):
+        flags = ctx.zeros(shape, dtype=torch.int32)
+        words = rf"program {programs - 1} .* shape \[{programs}, {ranks}\].* int32\[.*\] has {flags.numel()} from"
+        with pytest.raises(KernelBoundsError, match=words):
+            kernel[(programs,)](ctx.get_device_context(), flags)
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_a_barrier_does_not_run_past_its_flags(ranks, language):
+    ranks.run(too_few_flags, language)
 
 
 @triton.jit

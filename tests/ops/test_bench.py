@@ -58,9 +58,6 @@ def test_products_of_fp8(ranks):
     rows, *_ = ranks.run(of_fp8)
     assert not [row for row in rows if row.reason] and all(row.microseconds > 0 for row in rows)
     assert len(rows) == 4 * 5 + 2 + 4
-    # What is written of other types does not take the place of that of bf16.
-    assert ops_command.file_name("operations", "bfloat16", 2) == "operations_2"
-    assert ops_command.file_name("sweep", "float8_e4m3fn", 2) == "sweep_float8_e4m3fn_2"
     with pytest.raises(click.UsageError, match="all_reduce_rms_norm adds up rows of fp16"):
         ops_command.run(("all_reduce_rms_norm",), (), "float8_e4m3fn", (), False, None, None)
 
