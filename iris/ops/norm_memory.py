@@ -32,8 +32,8 @@ class NormLayout(NamedTuple):
     @property
     def part_bytes(self) -> int:
         """Of what peers send in words of the input's size."""
-        regions = places(self.size) if self.variant == "one_shot" else STEPS.get(self.variant, 1) * self.size
-        nbytes = SLOTS.value * self.units * regions * self.part * self.itemsize
+        parts = places(self.size) if self.variant == "one_shot" else STEPS.get(self.variant, 1) * self.size
+        nbytes = SLOTS.value * self.units * parts * self.part * self.itemsize
         return -(-nbytes // 16) * 16
 
     @property

@@ -119,11 +119,15 @@ class AllReduceRmsNorm:
         nbytes = power_of_two(call.rows) * call.columns * itemsize
         return choose(comm.table, "all_reduce", nbytes, Config(), {*STEPS, "two_shot", "pull"}).variant
 
+    @property
+    def _sms(self) -> int | None:
+        """Multiprocessors, or None in the simulator."""
+        return self._context.ccl.communicator().num_sms if self._on_gpu else None
+
     def _divide(self, call: NormCall, variant: str) -> Division:
         """The rows of a call, up to the next power of two."""
         comm, rows = self._context.ccl.communicator(), power_of_two(call.rows)
-        sms = comm.num_sms if self._on_gpu else None
-        return divide(variant, comm.size, rows, call.columns, call.input.itemsize, sms, comm.largest_cluster)
+        return divide(variant, comm.size, rows, call.columns, call.input.itemsize, self._sms, comm.largest_cluster)
 
     def _some_at_a_time(self, call: NormCall, line: Line) -> Launch | None:
         """Of more rows than the kernel has room for: as many as it has, in launches one after the other.
@@ -169,7 +173,7 @@ class AllReduceRmsNorm:
         The latter takes besides how many rows of an owner there are, if a call is of some of them.
         """
         comm, rows, itemsize = self._context.ccl.communicator(), power_of_two(call.rows), call.input.itemsize
-        sms, division = comm.num_sms if self._on_gpu else None, self._divide(call, variant)
+        sms, division = self._sms, self._divide(call, variant)
         pieces, piece, part, block, warps, registers, clustered = division
         if variant == BY_OWNER and not in_registers(division, variant, comm.size, itemsize):
             return None

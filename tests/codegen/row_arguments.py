@@ -12,16 +12,8 @@ ROWS = {
     **dict.fromkeys(["input", "residual", "weight"], BF16),
     **dict.fromkeys(["rows", "apart", "room"], 256),
     **{"H": 3600, "ROW": 4096, "PART": 456, "BLOCK": 512, "PIECES": 2, "PIECE": 2048},
-    **{
-        "LANES": 128,
-        "CLUSTERED": False,
-        "EARLY": True,
-        "ONE_EACH": True,
-        "ADDS": True,
-        "SCALED": False,
-        "BY_ROW": False,
-        "LARGEST": 0.0,
-    },
+    **{"LANES": 128, "CLUSTERED": False, "EARLY": True, "ONE_EACH": True},
+    **{"ADDS": True, "SCALED": False, "BY_ROW": False, "LARGEST": 0.0},
 }
 # The same where a rank adds up whole pieces.
 OWNED_ROWS = {"PART": 1808, "BLOCK": 2048}

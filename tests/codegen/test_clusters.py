@@ -18,15 +18,14 @@ CLUSTER = {"CLUSTERED": True, "PIECE": 512, "PART": 128, "BLOCK": 128, "LANES": 
 
 
 def arguments(kernel, pieces, **more):
-    return arguments_of(kernel, PIECES=pieces, **CLUSTER, **more)
+    return arguments_of(kernel, **CLUSTER | {"PIECES": pieces} | more)
 
 
 def of_bf16(pieces, **more):
     """Of rows of bf16 in one shot: the kernel and its arguments."""
     tensors = {name: torch.zeros(64, dtype=torch.bfloat16) for name in ("input", "residual", "weight", "out")}
     slots = torch.zeros(64, dtype=torch.int16)
-    division = CLUSTER | {"PIECES": pieces, "BY_ROW": False} | more
-    return one_shot_rms_norm, arguments_of(one_shot_rms_norm, slots=slots, **tensors, **division)
+    return one_shot_rms_norm, arguments(one_shot_rms_norm, pieces, slots=slots, BY_ROW=False, **tensors, **more)
 
 
 def of_fp8(size, begin=0):
@@ -119,7 +118,7 @@ def test_a_program_with_several_rows_sends_one_of_them_ahead(one_each):
 
     A thread has two vectors of a row. It sends them, clears as many, and stores as many of residual and result.
     """
-    whole = {"CLUSTERED": False, "PIECES": 1, "PIECE": 4096, "PART": 4096, "BLOCK": 4096, "LANES": 256}
+    whole = {"CLUSTERED": False, "PIECE": 4096, "PART": 4096, "BLOCK": 4096, "LANES": 256}
     kernel, given = of_bf16(1, W=2, H=4096, ONE_EACH=one_each, **whole)
     text = compile_for("sm_90", kernel, *given, num_warps=8).text
     assert text.count("st.global.v4") == (8 if one_each else 10)
