@@ -7,7 +7,8 @@ import click
 from iris import requirements
 from iris.bench.commands import bench
 from iris.bench.options import Numbers, Rate, num_ranks
-from iris.commands.launcher import forget_callers_rank
+from iris.commands.launcher import forget_callers_rank, forget_other_launchers
+from iris.commands.program import command_line
 from iris.errors import IrisError, ProcessUnreachableError
 
 
@@ -74,8 +75,10 @@ def _inspect(processes: tuple[int, ...], as_json: bool) -> None:
 
 
 @commands.command()
-@click.option("--ranks", type=click.IntRange(2), default=2, show_default=True, help="How many ranks to start.")
-def demo(ranks: int) -> None:
+@click.option(
+    "-r", "--num-ranks", type=click.IntRange(2), default=2, show_default=True, help="How many ranks to start."
+)
+def demo(num_ranks: int) -> None:
     """Ranks exchange data in Triton and Gluon kernels.
 
     They run on GPUs, or in the simulator where there is no GPU.
@@ -85,11 +88,21 @@ def demo(ranks: int) -> None:
     requirements.check()
     from iris import demo
 
-    if not demo.run(ranks):
+    if not demo.run(num_ranks):
         raise SystemExit(1)
 
 
-@commands.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+ranks_of_program = click.option(
+    "-r",
+    "--num-ranks",
+    type=click.IntRange(1),
+    help="How many ranks to start PROGRAM as, by torchrun. If not given, it starts its own. Ignored under torchrun.",
+)
+
+
+# What follows PROGRAM is for PROGRAM, options too.
+@commands.command(context_settings={"allow_interspersed_args": False})
+@ranks_of_program
 @click.option("--seed", type=int, help="Let programs take turns at random, from this seed.")
 @click.option(
     "--schedules",
@@ -109,20 +122,27 @@ def demo(ranks: int) -> None:
 @click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def check(
-    seed: int | None, schedules: int, time_limit: float, form: str, program: Path, arguments: tuple[str, ...]
+    num_ranks: int | None,
+    seed: int | None,
+    schedules: int,
+    time_limit: float,
+    form: str,
+    program: Path,
+    arguments: tuple[str, ...],
 ) -> None:
     """Find races, deadlocks and wrong accesses of PROGRAM.
 
     It runs in the simulator, where every access of every rank is recorded: a race is found even if it did no harm this
-    time. PROGRAM starts its own ranks, or torchrun does: torchrun ... -m iris check PROGRAM. Options of this command
-    come before PROGRAM.
+    time. PROGRAM starts its own ranks, or --num-ranks says how many to start; or torchrun does: torchrun ... -m iris
+    check PROGRAM. Options of this command come before PROGRAM.
 
     Exit status: 0 if nothing was found, 1 if something was, 2 if the program failed for another reason.
     """
     requirements.check()
     from iris.sanitizer import check
 
-    raise SystemExit(check.run(program, arguments, seed, schedules, form, time_limit))
+    forget_other_launchers()
+    raise SystemExit(check.run(command_line(program, arguments, num_ranks), seed, schedules, form, time_limit))
 
 
 def drawable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
@@ -138,7 +158,8 @@ def drawable(context: click.Context, parameter: click.Parameter, path: Path | No
     return path
 
 
-@commands.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@commands.command(context_settings={"allow_interspersed_args": False})
+@ranks_of_program
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
@@ -157,17 +178,25 @@ def drawable(context: click.Context, parameter: click.Parameter, path: Path | No
 )
 @click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def trace(out: Path, picture: Path | None, max_events: int, program: Path, arguments: tuple[str, ...]) -> None:
+def trace(
+    num_ranks: int | None,
+    out: Path,
+    picture: Path | None,
+    max_events: int,
+    program: Path,
+    arguments: tuple[str, ...],
+) -> None:
     """Trace PROGRAM: who moved what, and who waited for whom.
 
     It traces every kernel, and prints what went where, who waited for what, and what overlapped. PROGRAM starts its own
-    ranks, or torchrun does: torchrun ... -m iris trace PROGRAM. Options of this command come before PROGRAM. The exit
-    status is that of PROGRAM.
+    ranks, or --num-ranks says how many to start; or torchrun does: torchrun ... -m iris trace PROGRAM. Options of this
+    command come before PROGRAM. The exit status is that of PROGRAM.
     """
     requirements.check()
     from iris.tracing import command
 
-    raise SystemExit(command.run(program, arguments, out, picture, max_events))
+    forget_other_launchers()
+    raise SystemExit(command.run(command_line(program, arguments, num_ranks), out, picture, max_events))
 
 
 @commands.command()

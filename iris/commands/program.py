@@ -81,19 +81,22 @@ def undisturbed() -> Iterator[None]:
             _end_command(_held)
 
 
-@contextlib.contextmanager
-def running(
-    program: Path, arguments: Sequence[str], settings: dict[str, str], **options: Any
-) -> Iterator[subprocess.Popen]:
-    """The program while it runs, with ``settings`` in its environment. When the block is left, all of it has ended.
+def command_line(program: Path, arguments: Sequence[str], num_ranks: int | None = None) -> list[str]:
+    """What starts the program, or ``num_ranks`` of it by torchrun. A rank of torchrun starts one, as which it runs."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return [sys.executable, *(ranks if num_ranks and "RANK" not in os.environ else ()), str(program), *arguments]
 
-    ``options`` are those of `subprocess.Popen`.
+
+@contextlib.contextmanager
+def running(command: Sequence[str], settings: dict[str, str], **options: Any) -> Iterator[subprocess.Popen]:
+    """A program while it runs, with ``settings`` in its environment. When the block is left, all of it has ended.
+
+    ``command``: its `command_line`. ``options`` are those of `subprocess.Popen`.
     """
     environment = os.environ | settings | {COMMANDS_VARIABLE: _mark()}
-    # In a session of its own: a Ctrl-C is for the command, which ends the program in order.
-    command = [sys.executable, str(program), *arguments]
     process = None
     try:
+        # In a session of its own: a Ctrl-C is for the command, which ends the program in order.
         process = subprocess.Popen(command, env=environment, start_new_session=True, **options)
         yield process
     finally:

@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from iris.commands.launcher import forget_other_launchers
-from iris.commands.program import as_command, members, running
+from iris.commands.program import as_command, command_line, members, running
 from iris.commands.shared_folder import await_, leave, own_folder, shared_folder
 from iris.sanitizer import findings, whereabouts
 from iris.sanitizer.analysis import analyse
@@ -31,17 +30,17 @@ ENDING_HOSTS_S = 2.0
 INTERVAL_S = 0.05
 
 
-def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: int, form: str, time_limit: float) -> int:
+def run(command: Sequence[str], seed: int | None, schedules: int, form: str, time_limit: float) -> int:
     """Run the program once for each schedule, until something is found; returns the exit status.
 
-    ``time_limit``: in seconds, of each run; 0 for none.
+    ``command``: the `iris.commands.program.command_line` of the program. ``time_limit``: in seconds, of each run; 0 for
+    none.
     """
     seeds: list[int | None] = [seed] if schedules == 1 else [(seed or 0) + number for number in range(schedules)]
-    forget_other_launchers()
     with as_command():
         for number, this in enumerate(seeds):
             with shared_folder("iris-check", number) as folder:
-                status, found = _judge(program, arguments, folder, this, time_limit)
+                status, found = _judge(command, folder, this, time_limit)
             if status:
                 seeds = [this]
                 break
@@ -52,11 +51,9 @@ def run(program: Path, arguments: Sequence[str], seed: int | None, schedules: in
     return status
 
 
-def _judge(
-    program: Path, arguments: Sequence[str], folder: Path, seed: int | None, time_limit: float
-) -> tuple[int, list[Finding]]:
+def _judge(command: Sequence[str], folder: Path, seed: int | None, time_limit: float) -> tuple[int, list[Finding]]:
     """One run: its exit status, and what was found. Under torchrun the first rank analyses the event logs of all."""
-    failed = _run_once(program, arguments, folder, seed, time_limit)
+    failed = _run_once(command, folder, seed, time_limit)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     leave(folder / f"over{rank}", failed)
     verdict = folder / "verdict"
@@ -81,25 +78,26 @@ def findings_of(
     subprocess.CalledProcessError
         The program failed, and nothing was found.
     """
+    command = command_line(Path(program), arguments)
     folder = own_folder("iris-check")
     try:
-        status = _run_once(Path(program), arguments, folder, seed, time_limit)
+        status = _run_once(command, folder, seed, time_limit)
         found = _found_in(folder, time_limit)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if status and not found:
-        raise subprocess.CalledProcessError(status, [str(program), *arguments])
+        raise subprocess.CalledProcessError(status, command)
     return found
 
 
-def _run_once(program: Path, arguments: Sequence[str], folder: Path, seed: int | None, time_limit: float) -> int:
+def _run_once(command: Sequence[str], folder: Path, seed: int | None, time_limit: float) -> int:
     """Run the program until it ends, its ranks are in a deadlock, or its time is over. Returns its exit status."""
     # In debug mode allocations know the lines that made them.
     settings = {VARIABLE: "1", FOLDER_VARIABLE: str(folder), "IRIS_SIMULATOR": "1", "IRIS_DEBUG": "1"}
     if seed is not None:
         settings[SEED_VARIABLE] = str(seed)
     # The program's output goes to stderr: stdout is for the report.
-    with running(program, arguments, settings, stdout=sys.stderr) as process:
+    with running(command, settings, stdout=sys.stderr) as process:
         begin, launch, monitor, over_since = time.monotonic(), folder, DeadlockMonitor(folder), None
         while process.poll() is None:
             time.sleep(INTERVAL_S)

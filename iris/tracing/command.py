@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 
 from iris.commands.files import check_writable
-from iris.commands.launcher import forget_other_launchers
 from iris.commands.program import as_command, running
 from iris.commands.shared_folder import await_, leave, shared_folder
 from iris.errors import names
@@ -25,12 +24,12 @@ NO_STORE = " Recordings of other nodes come through the store of torchrun's agen
 SHOWN = "shown"
 
 
-def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, max_events: int) -> int:
+def run(command: Sequence[str], out: Path, image: Path | None, max_events: int) -> int:
     """Run the program traced, on each rank; rank 0 shows what all have recorded.
 
-    Returns the exit status of the program; 1 if nothing was recorded.
+    ``command``: the `iris.commands.program.command_line` of the program. Returns the exit status of the program; 1 if
+    nothing was recorded.
     """
-    forget_other_launchers()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     for path in filter(None, (out, image)) if rank == 0 else ():
         check_writable(path)
@@ -39,7 +38,7 @@ def run(program: Path, arguments: Sequence[str], out: Path, image: Path | None, 
     store = between_nodes.store() if of_this_node < size else None
     with as_command(), shared_folder("iris-trace") as folder, FileExchange(store, rank) as exchange:
         settings = {VARIABLE: "1", FOLDER_VARIABLE: str(folder), EVENTS_VARIABLE: str(max_events)}
-        with running(program, arguments, settings) as process:
+        with running(command, settings) as process:
             status = process.wait()
         on_first_node = os.environ.get("GROUP_RANK", "0") == "0"
         if not on_first_node:

@@ -15,7 +15,7 @@ from covering import EVERYTHING, thorough
 from preloaded import LIMIT_S, python
 
 from iris import sanitizer
-from iris.commands.program import members, running
+from iris.commands.program import command_line, members, running
 from iris.errors import InvalidSettingError
 from iris.sanitizer import whereabouts
 
@@ -245,7 +245,7 @@ def test_at_the_time_limit_every_rank_is_asked_where_it_is(tmp_path):
     folder.mkdir()
     settings = {"IRIS_SANITIZE": "1", "IRIS_SANITIZE_FOLDER": str(folder), "IRIS_SIMULATOR": "1"}
     places = [(f"rank {rank}", f"is at {program}:{line}") for rank, line in enumerate(["7 in wait", "13 in worker"])]
-    with running(program, [], settings | {"PYTHONPATH": import_path()}):
+    with running(command_line(program, []), settings | {"PYTHONPATH": import_path()}):
         until = time.monotonic() + 100
         found = []
         while time.monotonic() < until and (not found or found[0].places != places):
@@ -338,6 +338,26 @@ def test_schedules_stop_at_the_first_that_fails():
 def test_schedules_in_which_nothing_is_found():
     done = check("--seed", 5, "--schedules", 2, BROKEN / "all_reduce_in_place.py", "--corrected")
     assert (done.returncode, done.stdout) == (0, "iris-check: nothing found with --seed 5 to 6.\n"), done.stderr
+
+
+# Each rank writes to the next one while that reads, and says how many they are.
+OF_NO_RANKS = """
+import sys
+import iris
+ctx = iris.iris(heap_size=1 << 20)
+mine = ctx.zeros(4)
+ctx.barrier()
+ctx.peer(mine, (ctx.get_rank() + 1) % ctx.get_num_ranks()).fill_(1 + ctx.get_rank())
+assert sys.argv[1:] == ["--num-ranks", "9"] and ctx.get_num_ranks() == 3 and mine.sum() >= 0
+"""
+
+
+def test_ranks_that_the_command_starts(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(OF_NO_RANKS)
+    done = check("--num-ranks", 3, program, "--num-ranks", 9)
+    assert done.returncode == 1, done.stderr
+    assert "iris-check: race: " in done.stdout and "AssertionError" not in done.stderr
 
 
 def test_under_torchrun():

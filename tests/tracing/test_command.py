@@ -155,6 +155,15 @@ with iris.iris(1 << 20) as ctx:
 """
 
 
+def test_ranks_that_the_command_starts(tmp_path):
+    program = tmp_path / "meets.py"
+    program.write_text(MEETS)
+    result = run("-m", "iris", "trace", "-r", 3, program, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1, 2}
+
+
 def test_nothing_to_show_is_an_error(tmp_path):
     program = tmp_path / "nothing.py"
     program.write_text("print('so far')\n")
@@ -164,9 +173,14 @@ def test_nothing_to_show_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [(["--out", "."], "is a directory"), (["--picture", "p.xyz"], "does not end in one of")]
+    ("options", "said"),
+    [
+        (["--out", "."], "is a directory"),
+        (["--picture", "p.xyz"], "does not end in one of"),
+        (["--nproc-per-node", "2"], "No such option '--nproc-per-node'"),
+    ],
 )
-def test_where_nothing_can_be_written_is_said_before_the_program_runs(options, said, tmp_path):
+def test_what_cannot_be_is_said_before_the_program_runs(options, said, tmp_path):
     program = tmp_path / "prints.py"
     program.write_text("print('it ran')\n")
     result = run("-m", "iris", "trace", *options, program, cwd=tmp_path)
