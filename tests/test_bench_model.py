@@ -86,9 +86,9 @@ def test_what_is_accelerated_gives_what_one_process_gives(ranks, dimensions):
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
 def test_the_command_starts_its_ranks(tmp_path):
     what = "bench", "model", "--mode", "decode", "--batch", "1,2", "--way", "nccl", "--num-ranks", "3", "--layers", "1"
-    result = CliRunner().invoke(commands, [*what, "--out", str(tmp_path)])
+    result = CliRunner().invoke(commands, [*what, "--dtype", "float32", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    written = json.loads((tmp_path / "model_tiny_3.json").read_text())
+    written = json.loads((tmp_path / "model_tiny_float32_3.json").read_text())
     assert [(row["sequences"], row["layers"], row["way"]) for row in written["rows"]] == [
         (1, 1, "nccl"),
         (2, 1, "nccl"),

@@ -6,6 +6,7 @@ import torch
 
 import iris
 from iris.errors import IrisTimeoutError, names
+from iris.experts import ExpertsConfig
 from iris.failures import device_record
 from iris.failures.barrier_diagnosis import explain
 from iris.failures.device_record import DeviceRecord
@@ -60,6 +61,32 @@ def give_up(address, kind, **words):
         record.raise_if_claimed(0, describe_address, str)
     record.raise_if_claimed(0, describe_address, str)  # it is said once
     return str(raised.value)
+
+
+def told_of_experts(ctx):
+    """Of a wait of program 1 for a flag of each rank, which are not next to each other: by what it has found there."""
+    config = ExpertsConfig(in_flight=1, low_latency=False)
+    ep = ctx.experts(num_experts=6, hidden=8, max_tokens=64, top_k=1, dtype=torch.float32, config=config)
+    memory, texts = ep._calls.open_memory(), []
+    # Whoever reads them as a row finds others: of further programs, which are ahead, or of further stages.
+    memory.slots[0].sent.copy_(torch.arange(memory.slots[0].sent.numel()).view(ctx.num_ranks, -1))
+    for flags in (memory.slots[0].sent[:, 1], memory.staged[0][:, 1, 1]):
+        for seen in (0b101, 0b010, 0b111):
+            words = dict(PROGRAM=1, PROGRAMS=3, WANTED=4, SEEN=seen, FIRST=0, RANKS=ctx.num_ranks)
+            texts.append(give_up(flags.data_ptr(), "barrier", **words))
+    ctx.barrier()
+    ep.close()
+    return texts
+
+
+@pytest.mark.ranks(3)
+def test_flags_of_ranks_that_lie_apart_are_not_read_as_a_row(ranks):
+    for texts in ranks.run(told_of_experts):
+        for part in ("sent", "staged"):
+            for behind in ("Behind: rank 1. The", "Behind: ranks 0 and 2. The", "None is behind any more. The"):
+                text = texts.pop(0)
+                assert f"of {part}). {behind} kernel went on without it" in text
+                assert "for flags of ranks to be at or past 4 (rank" in text and "arrived" not in text
 
 
 @pytest.fixture

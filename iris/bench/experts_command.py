@@ -13,7 +13,7 @@ from iris import simulator
 from iris.bench import experts as measuring
 from iris.bench import plots, ranks
 from iris.bench.options import check_choices
-from iris.bench.report import below_floor, save_rows
+from iris.bench.report import below_floor, file_name, save_rows
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
 
@@ -63,7 +63,7 @@ def run_on_rank(
     with iris(1 << 20) as ctx:
         ranks.check_libraries(libraries, ctx.num_hosts, ("torch",))
         rows: list[measuring.Row] = []
-        name = f"experts_{name_of_ranks(ctx.num_local_ranks, ctx.num_hosts)}"
+        name = file_name("experts", dtype, name_of_ranks(ctx.num_local_ranks, ctx.num_hosts))
         console = Console(stderr=True, quiet=ctx.cur_rank > 0)
         with Progress(console=console) as progress:
             of_iris = [library for library in libraries if library != "torch"]

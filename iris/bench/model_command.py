@@ -17,7 +17,7 @@ from iris.bench.model.dimensions import MODELS, Dimensions
 from iris.bench.model.experts import MOST_TOKENS
 from iris.bench.model.ways import BY_DEFAULT, WAYS
 from iris.bench.options import check_choices
-from iris.bench.report import save_rows
+from iris.bench.report import file_name, save_rows
 from iris.ccl.select import name_of_ranks
 from iris.context import iris
 
@@ -80,7 +80,7 @@ def run_on_rank(
     """Collective over the ranks; returns results that are wrong, and ways that failed."""
     with iris(1 << 20) as ctx:
         rows: list[measuring.Row] = []
-        name = f"model_{model}_{name_of_ranks(ctx.num_local_ranks, ctx.num_hosts)}"
+        name = file_name(f"model_{model}", dtype, name_of_ranks(ctx.num_local_ranks, ctx.num_hosts))
         console = Console(stderr=True, quiet=ctx.cur_rank > 0)
         with Progress(console=console) as progress:
             measured = sum(WAYS[way].suits(case.mode, dimensions) for case in cases for way in ways)

@@ -221,6 +221,9 @@ class Memory:
         Of all slots, if they are asked for; of this rank alone.
     """
 
+    # For messages about waits: see `iris.heap.mapping.Mapping`. No more ranks are waited for than a record has bits.
+    flags_apart = True
+
     def __init__(
         self, workspace: Workspace, extents: Extents | FewTokens, dtype: torch.dtype, config: ExpertsConfig
     ) -> None:

@@ -156,7 +156,7 @@ def error_of(
     if kind == "foreign":
         return ForeignLockValueError(rank, wanted, place, seen)
     if kind == "barrier":
-        what = f"in a barrier for epoch {wanted} ({place}). {_arrivals(words)}"
+        what = _flags_of_ranks(words, place)
     elif kind == "queue":
         what = f"in a collective for block {wanted}, or for room for it ({place}). {_queues(words)}"
     elif kind == "data":
@@ -186,6 +186,18 @@ def unequal(words: list[int], rank: int, ranks: Sequence[int]) -> MismatchedColl
         f"receives {words[WANTED]}. Nothing of that message was received. Give both calls tensors, or counts, of the "
         "same number of bytes."
     )
+
+
+def _flags_of_ranks(words: list[int], place: str) -> str:
+    """What a wait for a flag of each rank was for, and who was late, in words."""
+    found = locate(words[FLAG])
+    if found is None or not getattr(found[0].owner(), "flags_apart", False):
+        return f"in a barrier for epoch {words[WANTED]} ({place}). {_arrivals(words)}"
+    # Those of the other ranks are not next to this one, nor are they a barrier's: the record alone says who was late.
+    ranks = found[0].ranks
+    late = [ranks[rank] for rank in range(words[RANKS]) if not _bit(words, rank)]
+    behind = f"Behind: {names(late)}." if late else "None is behind any more."
+    return f"for flags of ranks to be at or past {words[WANTED]} ({place}). {behind}"
 
 
 def _arrivals(words: list[int]) -> str:

@@ -78,7 +78,8 @@ class Mapping:
         Returns which members have ended, and ranks of other hosts, in words: `iris.world.members.Members.lost`.
     owner : callable
         Returns what uses the memory, or None: a weak reference. It has methods ``name_at(offset)``, what the memory is
-        for and which part of that is there, and ``describe_offset(offset)``, both in one text.
+        for and which part of that is there, and ``describe_offset(offset)``, both in one text. One in which the flags
+        of several ranks that a kernel waits for at once are not next to each other has an attribute ``flags_apart``.
     """
 
     name: str

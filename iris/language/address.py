@@ -73,14 +73,19 @@ def in_simulator():
 
 
 @triton.constexpr_function
+def stored(*values):
+    """In the simulator: the numbers of a kernel's values, an array for each tensor, and constants as they are."""
+    return [value.handle.data if isinstance(value, tl.tensor) else value for value in values]
+
+
+@triton.constexpr_function
 def check_reach(ptr, mask, base, rank):
     """In the simulator: raise unless ``ptr``, under ``mask``, is in the heap at ``base`` and that heap has ``rank``."""
     # Imported here: Triton follows the global names of a constexpr_function, and does not know these.
     from iris.heap import reach
 
     element_of(ptr)
-    stored = [value.handle.data if isinstance(value, tl.tensor) else value for value in (ptr, mask, base, rank)]
-    reach.check_reach(*stored)
+    reach.check_reach(*stored(ptr, mask, base, rank))
 
 
 @triton.constexpr_function
@@ -88,8 +93,7 @@ def check_caller(rank, first):
     """In the simulator: raise unless a table of heap bases that begins with ``first`` has the caller's ``rank``."""
     from iris.heap import reach
 
-    rank, first = (value.handle.data if isinstance(value, tl.tensor) else value for value in (rank, first))
-    reach.check_caller(rank, first)
+    reach.check_caller(*stored(rank, first))
 
 
 @triton.constexpr_function
@@ -97,8 +101,7 @@ def check_copy(from_rank, to_rank, caller):
     """In the simulator: raise unless a copy's caller is one of its two ranks."""
     from iris.heap import reach
 
-    stored = [value.handle.data if isinstance(value, tl.tensor) else value for value in (from_rank, to_rank, caller)]
-    reach.check_copy(*stored)
+    reach.check_copy(*stored(from_rank, to_rank, caller))
 
 
 @jit

@@ -1,7 +1,8 @@
 """The atomic operations of the device context (`iris.language.context`), for Triton and Gluon.
 
 Each returns the old value. ``sem``: "relaxed", "acquire", "release" or "acq_rel", of the whole block; ``scope``: "cta",
-"gpu" or "sys". ``hint``: what the translated pointer is a multiple of, in bytes.
+"gpu" or "sys". ``hint``: what the translated pointer is a multiple of, in bytes. ``val`` is cast to the pointer's
+dtype, as Triton's own atomics cast it: an integer keeps the low bits of a whole number, and the whole part of a float.
 """
 
 import triton.language as tl
@@ -167,8 +168,8 @@ def atomic_cas(
 ):
     """Put ``val`` where ``to_rank``'s copy of ``ptr`` equals ``cmp``; returns the old value.
 
-    The bits of the whole element are compared, so 0.0 is not -0.0. ``cmp`` and ``val`` are cast to the pointer's dtype.
-    No mask, as in Triton.
+    The bits of the whole element are compared, so 0.0 is not -0.0. ``cmp`` and ``val`` are cast to the pointer's dtype;
+    for integers they are whole numbers that fit it, as for `signal`. No mask, as in Triton.
     """
     event = self.tracing.begin_cas(ptr, to_rank, cmp)
     old = ordered_cas(self._peer_word(ptr, to_rank, hint), cmp, val, sem=sem, scope=scope)

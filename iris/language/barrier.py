@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from iris.failures import device_record
-from iris.language.address import in_simulator, translate
+from iris.language.address import in_simulator, stored, translate
 from iris.language.failures import WAIT_LIMIT_NS, exceeded, kind_code, linear_program_id, untimed
 from iris.language.fences import block_barrier, cta_sync
 from iris.language.jit import gluon_version_of, jit
@@ -38,9 +38,7 @@ def check_row(flags_ptr, row, num_ranks, base):
     # Imported here: Triton follows the global names of a constexpr_function, and does not know these.
     from iris.heap import reach
 
-    values = flags_ptr, row, num_ranks, base
-    stored = [value.handle.data if isinstance(value, tl.tensor) else value for value in values]
-    reach.check_row(*stored, flags_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    reach.check_row(*stored(flags_ptr, row, num_ranks, base), flags_ptr.dtype.element_ty.primitive_bitwidth // 8)
 
 
 @triton.constexpr_function

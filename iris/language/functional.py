@@ -387,8 +387,8 @@ def atomic_cas(
 ):
     """Put ``val`` where ``to_rank``'s copy of ``pointer`` equals ``cmp``; returns the old value.
 
-    The bits of the whole element are compared, so 0.0 is not -0.0. ``cmp`` and ``val`` are cast to the pointer's dtype.
-    No mask, as in Triton. ``from_rank`` is the caller.
+    The bits of the whole element are compared, so 0.0 is not -0.0. ``cmp`` and ``val`` are cast to the pointer's dtype;
+    for integers they are whole numbers that fit it, as for `signal`. No mask, as in Triton. ``from_rank``: the caller.
     """
     tracing = tracing_of(heap_bases, from_rank)
     event = tracing.begin_cas(pointer, to_rank, cmp)

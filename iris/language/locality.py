@@ -9,7 +9,7 @@ host's next barrier raises as `RemoteRankError`. With any other table none of th
 import triton
 import triton.language as tl
 
-from iris.language.address import check_rank_type, in_simulator
+from iris.language.address import check_rank_type, in_simulator, stored
 from iris.language.failures import NOWHERE, kind_code, largest, write_record
 from iris.language.jit import jit
 
@@ -20,8 +20,7 @@ def check_local(ranks, mask, base):
     # Imported here: Triton follows the global names of a constexpr_function, and does not know these.
     from iris.heap import reach
 
-    stored = [value.handle.data if isinstance(value, tl.tensor) else value for value in (ranks, mask, base)]
-    reach.check_local(*stored)
+    reach.check_local(*stored(ranks, mask, base))
 
 
 @triton.constexpr_function
@@ -29,8 +28,7 @@ def check_rank(ranks, base):
     """In the simulator: raise unless the heap at ``base`` has these ranks."""
     from iris.heap import reach
 
-    stored = [value.handle.data if isinstance(value, tl.tensor) else value for value in (ranks, base)]
-    reach.check_rank(*stored)
+    reach.check_rank(*stored(ranks, base))
 
 
 @jit

@@ -111,29 +111,34 @@ def is_tensor(value):
 
 
 @triton.constexpr_function
-def check_value(call, value, element, adds):
-    """Raise unless a flag of this type can hold ``value``: a constant or, in the simulator, any number.
+def check_value(call, value, element, use, name="value"):
+    """Raise unless an integer of this type can hold ``value``: a constant or, in the simulator, any number.
 
-    ``adds``: the value is added to the flag. Then it may be negative for an unsigned one, too, which counts down.
+    ``use``: of a flag "set" or "add", of any other element "swap". What is added may be negative for an unsigned flag,
+    too, which counts down. What is compared and swapped is bits: of a number with a sign, or of one without.
     """
     # Imported here: Triton follows the global names of a constexpr_function, and does not know these.
     from iris.errors import InvalidArgumentError, InvalidValueError
 
+    word = f"an element of {element}" if use == "swap" else f"a flag of {element}"
     kind = value.dtype.scalar if isinstance(value, tl.tensor) else None
     if not (isinstance(value, int) if kind is None else kind.is_int()):
-        given = f"value={value!r}" if kind is None else f"a value of {kind}"
-        raise InvalidArgumentError(f"{call}() got {given}, and a flag of {element} takes a whole number.")
+        given = f"{name}={value!r}" if kind is None else f"a {name} of {kind}"
+        raise InvalidArgumentError(f"{call}() got {given}, and {word} takes a whole number.")
     if kind is None:
         numbers = [value]
     else:
         numbers = value.handle.data.ravel().tolist() if in_simulator() else []
-    most = element.get_int_max_value()
-    least = min(element.get_int_min_value(), -most if adds else 0)
+    most, least = element.get_int_max_value(), element.get_int_min_value()
+    if use == "add":
+        least = min(least, -most)
+    elif use == "swap":
+        least, most = -(1 << element.primitive_bitwidth - 1), (1 << element.primitive_bitwidth) - 1
     for number in numbers:
         if not least <= number <= most:
             raise InvalidValueError(
-                f"{call}() got value={number}, which does not fit a flag of {element}: that takes {least} to {most}. "
-                "Pass such a number, or a flag of a dtype that holds this one."
+                f"{call}() got {name}={number}, which does not fit {word}: that takes {least} to {most}. "
+                "Pass such a number, or a pointer to a dtype that holds this one."
             )
 
 
@@ -176,7 +181,10 @@ def store_after_sync(ptrs, values, mask=None):
 
 @jit
 def atomic(op: tl.constexpr, ptr, val, mask, sem: tl.constexpr, scope: tl.constexpr):
-    """The read-modify-write ``op``, with ``sem`` kept for the whole block; returns the old value."""
+    """The read-modify-write ``op``, with ``sem`` kept for the whole block; returns the old value.
+
+    ``val`` is cast to the element's type, as ``tl.atomic_add`` and the others cast it (and ``tl.store``).
+    """
     tl.static_assert(possible("sem", sem), refusal("sem", sem))
     tl.static_assert(possible("scope", scope), refusal("scope", scope))
     # Gluon's atomics take no scalar value for a block of pointers. The cast comes first: a plain number would be int32.
@@ -218,6 +226,10 @@ def atomic_cas(ptr, cmp, val, sem: tl.constexpr, scope: tl.constexpr):
     # Plain numbers become int32 in Triton; the swap needs the element's own width.
     element: tl.constexpr = ptr.dtype.scalar.element_ty
     fenced: tl.constexpr = cas_ignores_its_order() and scope == "sys"
+    # Triton's own takes that type alone. A number that is cut would compare equal to another one.
+    if element.is_int():
+        check_value("atomic_cas", cmp, element, use="swap", name="cmp")
+        check_value("atomic_cas", val, element, use="swap", name="val")
     ptr, cmp = tl.broadcast(ptr, tl.cast(cmp, element))
     ptr, val = tl.broadcast(ptr, tl.cast(val, element))
     if releases(sem):
@@ -245,7 +257,7 @@ def signal(flag_ptr, value, op: tl.constexpr, scope: tl.constexpr = SYS):
     """
     tl.static_assert(possible("op", op), refusal("op", op))
     tl.static_assert(is_flag(flag_ptr.type), no_flag(flag_ptr.type))
-    check_value("signal", value, flag_ptr.dtype.element_ty, op == "add")
+    check_value("signal", value, flag_ptr.dtype.element_ty, use=op)
     # An exchange and not a compare-and-swap, whose order AMD's compiler ignores before Triton 3.7; an exchange and
     # not a store, which has no release in Triton before 3.9.
     value = tl.cast(value, flag_ptr.dtype.element_ty)
@@ -323,7 +335,7 @@ def wait(flag_ptr, value, cmp: tl.constexpr, record, stop: tl.constexpr = 0):
     """
     tl.static_assert(possible("cmp", cmp), refusal("cmp", cmp))
     tl.static_assert(is_flag(flag_ptr.type), no_flag(flag_ptr.type))
-    check_value("wait", value, flag_ptr.dtype.element_ty, False)
+    check_value("wait", value, flag_ptr.dtype.element_ty, use="set")
     wanted = tl.cast(value, flag_ptr.dtype.element_ty)
     tl.static_assert(not is_block(wanted.type), "a flag is compared to one value, and not to a block of them")
     if in_simulator():

@@ -186,7 +186,8 @@ class AllReduceRmsNorm:
         if rows > most:
             return None
         # Calls of many rows share memory, however many these are.
-        many = pieces == 1 and variant in STEPS and rows * call.columns * itemsize >= LEAST_AT_A_TIME
+        of_all = rows * comm.size if variant == BY_OWNER else rows
+        many = pieces == 1 and of_all * call.columns * itemsize >= LEAST_AT_A_TIME
         room = power_of_two(most // 2 + 1) if many else rows
         layout = layout_of(room)
         programs = min(units, SIMULATED_PROGRAMS if sms is None else division.programs_at_once(sms))

@@ -107,8 +107,8 @@ def write(ctx, folder):
     assert missed.startswith("pair_6x256_us ") and "bound" in missed
     if ctx.cur_rank > 0:
         return None
-    assert (folder / "experts_2.svg").exists() == bool(find_spec("matplotlib"))
-    return json.loads((folder / "experts_2.json").read_text())
+    assert (folder / "experts_float32_2.svg").exists() == bool(find_spec("matplotlib"))
+    return json.loads((folder / "experts_float32_2.json").read_text())
 
 
 @pytest.mark.ranks(2, exactly=True)

@@ -192,3 +192,23 @@ def gluon_one_mask(context_tensor, target, peer, chosen, MASK: gl.constexpr):
     ctx = IrisDeviceCtx.initialize(context_tensor)
     o = gl.arange(0, 128, layout=gl.BlockedLayout([1], [iris_gl.threads_per_warp()], [gl.num_warps()], [0]))
     ctx.atomic_add(target + o, 1000 * ctx.cur_rank + o, peer, mask=ctx.cur_rank == chosen if MASK is None else MASK)
+
+
+@triton.jit
+def triton_cast(context_tensor, target, plain, values, peer, CONSTANT: tl.constexpr):
+    """Adds values of another dtype than the target's: Iris to the peer's copy, and Triton to a tensor of this rank."""
+    ctx, o = DeviceContext.initialize(context_tensor), tl.arange(0, 4)
+    ctx.atomic_add(target + o, tl.load(values + o), peer)
+    ctx.atomic_add(target + 4, CONSTANT, peer)
+    tl.atomic_add(plain + o, tl.load(values + o))
+    tl.atomic_add(plain + 4, CONSTANT)
+
+
+@gluon.jit
+def gluon_cast(context_tensor, target, plain, values, peer, CONSTANT: gl.constexpr):
+    ctx = IrisDeviceCtx.initialize(context_tensor)
+    o = gl.arange(0, 4, layout=gl.BlockedLayout([1], [iris_gl.threads_per_warp()], [gl.num_warps()], [0]))
+    ctx.atomic_add(target + o, gl.load(values + o), peer)
+    ctx.atomic_add(target + 4, CONSTANT, peer)
+    gl.atomic_add(plain + o, gl.load(values + o))
+    gl.atomic_add(plain + 4, CONSTANT)

@@ -29,6 +29,10 @@ def store(context_tensor, heap_bases, target, WHAT: tl.constexpr):
             ctx.wait(tl.cast(target, tl.pointer_type(tl.uint32), bitcast=True), -1)
         elif WHAT == "half":
             ctx.wait(tl.cast(target, tl.pointer_type(tl.int64), bitcast=True), 0.5)
+        elif WHAT == "large cmp":
+            ctx.atomic_cas(tl.cast(target, tl.pointer_type(tl.int32), bitcast=True), 1 << 40, 1, 0)
+        elif WHAT == "half val":
+            ctx.atomic_cas(tl.cast(target, tl.pointer_type(tl.int64), bitcast=True), 0, 0.5, 0)
         else:
             ctx.store(target, 1.0, (ctx.cur_rank + 1) / 2)
 
@@ -44,5 +48,7 @@ MISTAKES = {
     "large signal": r"signal\(\) got value=1099511627781, .* flag of int32: that takes -2147483648 to 2147483647",
     "large wait": r"wait\(\) got value=-1, .* flag of uint32: that takes 0 to 4294967295",
     "half": r"wait\(\) got value=0\.5, and a flag of int64 takes a whole number",
+    "large cmp": r"atomic_cas\(\) got cmp=1099511627776, .* element of int32: that takes -2147483648 to 4294967295",
+    "half val": r"atomic_cas\(\) got val=0\.5, and an element of int64 takes a whole number",
     "divided": "A rank is a whole number.* and got fp32",
 }

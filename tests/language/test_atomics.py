@@ -212,3 +212,30 @@ def add_under_one_mask(ctx, language):
 @pytest.mark.parametrize("language", ["triton", "gluon"])
 def test_one_mask_for_a_block(ranks, language):
     ranks.run(add_under_one_mask, language)
+
+
+# The dtype of the target, values of another one and a constant, and what is added of them.
+LARGE = (1 << 40) + 5
+CASTS = {
+    "low bits": (torch.int32, torch.int64, [LARGE, -LARGE, (1 << 32) - 1, 3], LARGE, [5, -5, -1, 3, 5]),
+    "bits of the other sign": (torch.uint32, torch.int32, [-1, -3, 3, 4], (1 << 32) - 1, [-1, -3, 3, 4, -1]),
+    "whole parts": (torch.int64, torch.float32, [1.9, -1.9, 0.5, 3.0], 2.75, [1, -1, 0, 3, 2]),
+    "rounded": (torch.float32, torch.int32, [(1 << 24) + 1, -3, 0, 1 << 30], 5, [1 << 24, -3, 0, 1 << 30, 5]),
+}  # fmt: skip
+
+
+def add_of_another_dtype(ctx, language, what):
+    dtype, other, values, constant, expected = CASTS[what]
+    target, plain = ctx.zeros(5, dtype=dtype), torch.zeros(5, dtype=dtype, device=ctx.device)
+    ctx.barrier()
+    peer, values = (ctx.cur_rank + 1) % ctx.num_ranks, torch.tensor(values, dtype=other, device=ctx.device)
+    kernel = getattr(atomic_kernels, f"{language}_cast")
+    kernel[(1,)](ctx.get_device_context(), target, plain, values, peer, constant)
+    ctx.barrier()
+    assert target.tolist() == plain.tolist() == [n % (1 << 32) if dtype is torch.uint32 else n for n in expected]
+
+
+@pytest.mark.parametrize("what", CASTS)
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_values_are_cast_as_triton_casts_them(ranks, language, what):
+    ranks.run(add_of_another_dtype, language, what)

@@ -310,6 +310,37 @@ def test_a_value_that_a_flag_cannot_hold_is_not_cut(ranks, language):
     ranks.run(cut_values, language)
 
 
+# Expected and new values of a compare-and-swap; None where it is done, since a number of either sign is bits.
+SWAPS = [
+    (torch.int32, 1 << 32, 1, "cmp=4294967296, .* element of int32: that takes -2147483648 to 4294967295"),
+    (torch.int32, 0, -(1 << 31) - 1, "val=-2147483649, .* element of int32"),
+    (torch.int64, 0, 1.5, "a val of fp32, and an element of int64 takes a whole number"),
+    (torch.int32, 0, (1 << 32) - 1, None),
+    (torch.uint32, 0, -1, None),
+]
+
+
+def swap_for_cut_values(ctx, language):
+    kernel, old = getattr(atomic_kernels, f"{language}_cas"), ctx.zeros(1, dtype=torch.int64)
+    for functional in (False, True):
+        for dtype, expected, new, words in SWAPS:
+            word, rank = ctx.zeros(1, dtype=dtype), ctx.cur_rank
+            args = ctx.get_device_context(), ctx.get_heap_bases(), word, old, expected, new, rank, rank, functional
+            if words is None:
+                kernel[(1,)](*args)
+                assert word.view(torch.int32).item() == -1
+            else:
+                with pytest.raises((InvalidArgumentError, InvalidValueError), match=rf"atomic_cas\(\) got {words}"):
+                    kernel[(1,)](*args)
+                assert word.item() == 0
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_a_value_that_an_element_cannot_hold_is_not_cut_and_compared(ranks, language):
+    ranks.run(swap_for_cut_values, language)
+
+
 def too_few_flags(ctx, language):
     ranks, kernel = ctx.num_ranks, getattr(meeting_kernels, f"{language}_meeting")
     for programs, shape in ((1, (ranks - 1,)), (3, (2, ranks))):

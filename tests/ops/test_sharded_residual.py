@@ -79,13 +79,12 @@ def test_bits_are_the_same_on_all_ranks(ranks):
     ranks.run(same_bits)
 
 
-def one_after_the_other(ctx, calls):
+def one_after_the_other(ctx, calls, columns=1056, rows=(1, 3, 1, 4)):
     """Calls of other kinds, layouts and numbers of rows, with no meeting of the hosts; in each a rank is late."""
-    columns, weight = 1056, torch.ones(1056, dtype=BF16, device=ctx.device)
-    wanted = []
+    weight, wanted = torch.ones(columns, dtype=BF16, device=ctx.device), []
     with hesitant(ctx, random.Random(ctx.cur_rank), chance=0.03):
         for call in range(calls):
-            shape = ((1, 3, 1, 4)[call // 4 % 4] * ctx.num_ranks, columns)
+            shape = (rows[call // 4 % 4] * ctx.num_ranks, columns)
             # With an eps as large as this, a row's factor is larger from call to call.
             everyone = [each * (1 + 3 * call) for each in inputs(ctx, call, shape, BF16)]
             by_row, eps = call % 4 > 0, (1e4, 2e4)[call % 2]
@@ -107,6 +106,23 @@ def one_after_the_other(ctx, calls):
 @pytest.mark.parametrize("calls", [12, thorough(48)])
 def test_calls_of_other_kinds_after_each_other(ranks, calls):
     ranks.run(one_after_the_other, calls)
+
+
+def through_the_same_memory(ctx, calls):
+    """Many rows, of which programs have one each or several; here those of any call count as many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(normalisation, "LEAST_AT_A_TIME", 1)
+        one_after_the_other(ctx, calls, 248, (1, 21, 3, 70))
+    channels = {name for name, _ in ctx.ccl.communicator().workspace._channels}
+    # With factors and without, which is another channel.
+    of_owners = [name for name in channels if "rows of 248 " in name and "by owners" in name]
+    assert ["row_scales" in name for name in sorted(of_owners, key=len)] == [False, True]
+
+
+@pytest.mark.ranks(2, 3, 4, 5) if EVERYTHING else pytest.mark.ranks(2)
+@pytest.mark.parametrize("calls", [20, thorough(48)])
+def test_any_number_of_many_rows_goes_through_the_same_memory(ranks, calls):
+    ranks.run(through_the_same_memory, calls)
 
 
 def not_numbers(ctx):
