@@ -22,8 +22,8 @@ owner. Why no rank writes to a place that is not cleared, in its call e, to slot
 
 A factor travels as an LL message (`iris.language.ll`) with the number of the epoch as its flag. An owner overwrites it
 in its next call, after the reader's part of that call, which the reader sent after it had read the word. All calls
-with these rows write it, so what is there before has another number. A call without a row counts for it in nothing, so
-calls of any number of rows may follow each other in the same memory.
+with these rows write it, so what is there before has another number. Each row has epochs of its own, and a call that
+has no such row leaves them as they are. So calls of any number of rows may follow each other in the same memory.
 
 How programs share a row, and what is rounded: as in `iris.ops.all_reduce_rms_norm`. NaNs do not keep their bits.
 """
