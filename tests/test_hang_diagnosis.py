@@ -64,11 +64,9 @@ def give_up(address, kind, **words):
 
 
 def told_of_experts(ctx, late):
-    """Of a wait of program 1 for a flag of each rank, which are not next to each other, where it found these ``late``."""
-    config = ExpertsConfig(in_flight=1, low_latency=False)
-    ep = ctx.experts(
-        num_experts=2 * ctx.num_ranks, hidden=8, max_tokens=64, top_k=1, dtype=torch.float32, config=config
-    )
+    """Of a wait of program 1 for a flag of each rank, which are not next to each other: it found these ``late``."""
+    extents = dict(num_experts=2 * ctx.num_ranks, hidden=8, max_tokens=64, top_k=1, dtype=torch.float32)
+    ep = ctx.experts(**extents, config=ExpertsConfig(in_flight=1, low_latency=False))
     memory, texts = ep._calls.open_memory(), []
     # Whoever reads them as a row finds others: of further programs, which are ahead, or of further stages.
     memory.slots[0].sent.copy_(torch.arange(memory.slots[0].sent.numel()).view(ctx.num_ranks, -1))
