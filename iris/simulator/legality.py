@@ -1,6 +1,8 @@
-"""Refuses operations on dtypes for which Triton compiles them for no GPU. (numpy would calculate them all the same.)"""
+"""Refuses operations on types for which Triton compiles them for no GPU. (numpy would calculate them all the same.)"""
 
 import triton.language as tl
+
+from iris.simulator.shapes import unwrapped
 
 # The dtype of a product's accumulator, by that of its factors, where there is only one.
 ACCUMULATORS = {tl.int8: tl.int32, tl.bfloat16: tl.float32, tl.float32: tl.float32, tl.float64: tl.float64}
@@ -39,3 +41,21 @@ def check_product(factor: tl.dtype, accumulator: tl.dtype) -> None:
             f"A product of {factor} is added to {accumulator}, for which there is no instruction, nor does it compile. "
             f"Give an accumulator of {ACCUMULATORS.get(factor, tl.float32)}."
         )
+
+
+def check_swap(pointer: tl.tensor, **values: tl.tensor) -> None:
+    """Refuse ``values`` of `tl.atomic_cas` unless they have the type and the shape of the elements: it converts none.
+
+    A whole number may have a sign or none: the compiler's integers have neither.
+    """
+    element, shape = pointer.dtype.element_ty, list(map(unwrapped, pointer.shape))
+
+    def bits(dtype: tl.dtype) -> object:
+        return dtype.primitive_bitwidth if dtype.is_int() else dtype
+
+    for name, value in values.items():
+        if bits(value.dtype) != bits(element) or list(map(unwrapped, value.shape)) != shape:
+            raise TypeError(
+                f"atomic_cas() with {name} of {value.type} does not compile for a pointer to {element} of shape "
+                f"{shape}: it converts and broadcasts nothing. Give tl.full({shape}, {name}, {element})."
+            )

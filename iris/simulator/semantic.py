@@ -22,6 +22,7 @@ from iris.errors import KernelBoundsError
 from iris.simulator import dtypes, tasks
 from iris.simulator.asynchronous import Groups
 from iris.simulator.interpreter import Builder, MissingOperation
+from iris.simulator.legality import check_swap
 from iris.simulator.reductions import make_tensor
 from iris.simulator.shapes import unwrapped
 from iris.simulator.shared_memory import LARGEST_FLAG
@@ -76,7 +77,8 @@ class Semantic(TritonSemantic):
         raise MissingOperation(name)
 
     def atomic_cas(self, ptr: tl.tensor, cmp: tl.tensor, val: tl.tensor, sem: str, scope: str) -> tl.tensor:
-        # Python's numbers come as int32, but through a pointer to int64 all 8 bytes are compared.
+        check_swap(ptr, cmp=cmp, val=val)
+        # They are of the element's size, but may have a sign that it has not.
         element = ptr.dtype.element_ty
         return super().atomic_cas(ptr, self.cast(cmp, element), self.cast(val, element), sem, scope)
 

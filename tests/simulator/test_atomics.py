@@ -97,16 +97,29 @@ def test_compare_and_swap(dtype):
         assert (old.item(), *p.tolist()) == (3, left, 5)
 
 
-@triton.jit
-def swap_constants(p):
-    tl.atomic_cas(p, 0, 1)
-
-
 def test_compare_and_swap_of_64_bits_compares_all_of_them():
-    p = torch.tensor([1 << 32, 0])
-    swap_constants[(1,)](p)
-    swap_constants[(1,)](p[1:])
+    p, old = torch.tensor([1 << 32, 0]), torch.zeros(1, dtype=torch.int64)
+    for each in p, p[1:]:
+        swap[(1,)](each, torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), old)
     assert p.tolist() == [1 << 32, 1]
+
+
+@triton.jit
+def swap_constants(p, N: tl.constexpr):
+    tl.atomic_cas(p + tl.arange(0, N) if N else p, 0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32, torch.int64, torch.float32])
+@pytest.mark.parametrize("N", [0, 4])
+def test_compare_and_swap_converts_and_broadcasts_nothing(dtype, N):
+    """Plain numbers are of int32: where the elements are others, or several, this does not compile."""
+    p = torch.zeros(4).to(dtype)
+    if N == 0 and dtype in (torch.int32, torch.uint32):
+        swap_constants[(1,)](p, N)
+        assert p.tolist() == [1, 0, 0, 0]
+    else:
+        with pytest.raises(TypeError, match=r"cmp of int32 does not compile .* Give tl.full\(\[.*\], cmp, "):
+            swap_constants[(1,)](p, N)
 
 
 @triton.jit
