@@ -23,7 +23,7 @@ import triton.language as tl
 from iris.compat.interpreter import TensorHandle
 from iris.compat.semantic import builtin_for
 from iris.errors import KernelSourceMissingError
-from iris.simulator import dtypes, noted, spinning
+from iris.simulator import dtypes, noted, refused, spinning
 from iris.simulator.lines import INSTALLED, USER, owner_of
 from iris.simulator.parsing import parse
 from iris.simulator.semantic import semantic
@@ -98,6 +98,9 @@ _HELPERS: dict[str, Callable] = {
     "__simulated_dropped__": noted.call_dropped,
     "__simulated_looked__": noted.look_of_loop,
     "__simulated_spinning__": noted.spinning,
+    "__simulated_condition__": refused.condition,
+    "__simulated_refused__": refused.refuse_construct,
+    "__simulated_global__": refused.refuse_global,
     "__simulated_min__": lambda *values, **options: builtin_for("min")(*values, **options),
     "__simulated_max__": lambda *values, **options: builtin_for("max")(*values, **options),
 }
@@ -109,11 +112,41 @@ _BUILTINS = frozenset({"range", "min", "max"})
 class _Rewriter(ast.NodeTransformer):
     """Rewrites a kernel's syntax tree.
 
-    ``shadowed``: those of `_BUILTINS` that the kernel's own names hide. ``is_users``: it is no kernel of the library's.
+    ``shadowed``: those of `_BUILTINS` that the kernel's own names hide. ``of_the_host``: what it may not read of its
+    globals. ``is_users``: it is no kernel of the library's, which are known to compile.
     """
 
-    def __init__(self, shadowed: frozenset[str], is_users: bool) -> None:
-        self._shadowed, self._is_users = shadowed, is_users
+    def __init__(self, shadowed: frozenset[str], of_the_host: frozenset[str], is_users: bool) -> None:
+        self._shadowed, self._of_the_host, self._is_users = shadowed, of_the_host, is_users
+        self._loops = 0
+
+    def visit(self, node: ast.AST) -> Any:
+        what = refused.construct(node, in_loop=self._loops > 0) if self._is_users else None
+        if what is None:
+            return super().visit(node)
+        raises = self._call(node, "refused", ast.copy_location(ast.Constant(what), node))
+        return raises if isinstance(node, ast.expr) else ast.copy_location(ast.Expr(raises), node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id in self._of_the_host and self._is_users:
+            return self._call(node, "global", ast.copy_location(ast.Constant(node.id), node), node)
+        return node
+
+    def visit_If(self, node: ast.If | ast.IfExp | ast.While) -> ast.AST:
+        self.generic_visit(node)
+        if self._is_users:
+            node.test = self._call(node.test, "condition", node.test)
+        return node
+
+    visit_IfExp = visit_If
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        # `tl.static_range` is no loop for the compiler: it repeats the body.
+        loops = not ast.unparse(node.iter).partition("(")[0].endswith("static_range")
+        self._loops += loops
+        self.generic_visit(node)
+        self._loops -= loops
+        return node
 
     def _call(self, node: ast.AST, helper: str, *args: ast.expr) -> ast.expr:
         """A call of a helper, in the line of ``node``."""
@@ -141,13 +174,15 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_While(self, node: ast.While) -> ast.AST:
         comparison, spins = spinning.comparison(node), spinning.spins(node)
+        self._loops += 1
         if comparison is None:
-            self.generic_visit(node)
+            self.visit_If(node)
         else:
             wanted = self.visit(copy.deepcopy(comparison.wanted))
-            self.generic_visit(node)
+            self.visit_If(node)
             cmp = ast.copy_location(ast.Constant(comparison.cmp), wanted)
             self._call_by("looked", comparison.look, cmp, self._later(wanted))
+        self._loops -= 1
         if not (spins and self._is_users):
             return node
         around = ast.With([ast.withitem(self._call(node, "spinning"), None)], [node])
@@ -237,14 +272,16 @@ _one_thread = threading.Lock()
 
 
 @functools.cache
-def _rewritten_code(code: CodeType, filename: str, source: str, shadowed: frozenset[str]) -> CodeType:
+def _rewritten_code(
+    code: CodeType, filename: str, source: str, shadowed: frozenset[str], of_the_host: frozenset[str]
+) -> CodeType:
     """The code of the rewritten function.
 
     ``filename`` is ``code``'s own. It is an argument for the cache: codes of two files may compare as equal.
     """
     function = _definition(source, code.co_firstlineno)
     function.decorator_list = []
-    rewriter = _Rewriter(shadowed, owner_of(filename) in (USER, INSTALLED))
+    rewriter = _Rewriter(shadowed, of_the_host, owner_of(filename) in (USER, INSTALLED))
     function.body = [rewriter.visit(statement) for statement in function.body]
     # Compiled inside a function whose parameters have the names of its free variables, so that they are free again.
     around = parse(f"def around({', '.join((*_HELPERS, *code.co_freevars))}): pass").body[0]
@@ -266,7 +303,7 @@ def rewrite(function: FunctionType, lines: list[str]) -> FunctionType:
     source = "".join(inspect.getblock(lines))
     shadowed = _BUILTINS & {*function.__globals__, *original.co_varnames, *original.co_freevars}
     with _one_thread:
-        code = _rewritten_code(original, original.co_filename, source, shadowed)
+        code = _rewritten_code(original, original.co_filename, source, shadowed, refused.globals_of_the_host(function))
     cells = {name: CellType(helper) for name, helper in _HELPERS.items()}
     cells.update(zip(original.co_freevars, function.__closure__ or (), strict=True))
     closure = tuple(cells[name] for name in code.co_freevars)

@@ -254,7 +254,7 @@ def factory(jit, scale):
 def test_kernels_close_over_functions_and_values():
     x, out = torch.tensor([3.0]), torch.zeros(1)
     for scale, expected in ((2, 7.0), (5, 16.0)):
-        factory(triton.jit, scale)[(1,)](x, out)
+        factory(triton.jit, tl.constexpr(scale))[(1,)](x, out)
         assert out.item() == expected
 
 
