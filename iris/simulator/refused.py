@@ -2,7 +2,7 @@
 
 A program that was written without a GPU is to compile on one. So in rewritten code (`iris.simulator.rewriting`) such
 places raise. They do when they are reached: the compiler, too, looks at no branch that a constexpr condition excludes.
-What it finds by types alone, such as a variable that is an integer before a loop and a float in it, is not found here.
+That both branches of a condition give a variable the same type is not seen here, where only one of them runs.
 """
 
 import ast
@@ -71,3 +71,19 @@ def condition(value: Any) -> Any:
             "reduce it to one value."
         )
     return value
+
+
+def types_of(variables: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """The types of those ``names`` that stand for tensors before a loop, which assigns to them."""
+    return {name: value.type for name in names if isinstance(value := variables.get(name), tl.tensor)}
+
+
+def check_carried(variables: dict[str, Any], before: dict[str, Any]) -> None:
+    """At the end of a round of a loop: refuse a variable of another type than ``before`` the loop."""
+    for name, was in before.items():
+        value = variables[name]
+        if isinstance(value, tl.tensor) and value.type is not was and value.type != was:
+            raise TypeError(
+                f"{name} is {was} before a loop and {value.type} after a round of it, which does not compile: give it "
+                f"one type, as by {name}.to(...)."
+            )

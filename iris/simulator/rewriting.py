@@ -101,6 +101,8 @@ _HELPERS: dict[str, Callable] = {
     "__simulated_condition__": refused.condition,
     "__simulated_refused__": refused.refuse_construct,
     "__simulated_global__": refused.refuse_global,
+    "__simulated_types__": refused.types_of,
+    "__simulated_carried__": refused.check_carried,
     "__simulated_min__": lambda *values, **options: builtin_for("min")(*values, **options),
     "__simulated_max__": lambda *values, **options: builtin_for("max")(*values, **options),
 }
@@ -118,7 +120,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def __init__(self, shadowed: frozenset[str], of_the_host: frozenset[str], is_users: bool) -> None:
         self._shadowed, self._of_the_host, self._is_users = shadowed, of_the_host, is_users
-        self._loops = 0
+        self._loops = self._number = 0
 
     def visit(self, node: ast.AST) -> Any:
         what = refused.construct(node, in_loop=self._loops > 0) if self._is_users else None
@@ -140,13 +142,26 @@ class _Rewriter(ast.NodeTransformer):
 
     visit_IfExp = visit_If
 
-    def visit_For(self, node: ast.For) -> ast.AST:
+    def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:
         # `tl.static_range` is no loop for the compiler: it repeats the body.
         loops = not ast.unparse(node.iter).partition("(")[0].endswith("static_range")
         self._loops += loops
+        names = _names_stored(node)
         self.generic_visit(node)
         self._loops -= loops
-        return node
+        return self._carrying(node, node, names) if loops and self._is_users else node
+
+    def _carrying(self, loop: ast.For | ast.While, statement: ast.stmt, names: list[str]) -> list[ast.stmt]:
+        """The ``statement``, which is the loop or around it, with a check that rounds change no variable's type."""
+        self._number += 1
+        before = f"__simulated_types_{self._number}__"
+        begins, ends = parse(
+            f"{before} = __simulated_types__(locals(), {names})\n__simulated_carried__(locals(), {before})"
+        ).body
+        for node in (*ast.walk(begins), *ast.walk(ends)):
+            ast.copy_location(node, loop)
+        loop.body.append(ends)
+        return [begins, statement]
 
     def _call(self, node: ast.AST, helper: str, *args: ast.expr) -> ast.expr:
         """A call of a helper, in the line of ``node``."""
@@ -172,8 +187,8 @@ class _Rewriter(ast.NodeTransformer):
             self._call_by("dropped", node.value)
         return node
 
-    def visit_While(self, node: ast.While) -> ast.AST:
-        comparison, spins = spinning.comparison(node), spinning.spins(node)
+    def visit_While(self, node: ast.While) -> ast.AST | list[ast.stmt]:
+        comparison, spins, names = spinning.comparison(node), spinning.spins(node), _names_stored(node)
         self._loops += 1
         if comparison is None:
             self.visit_If(node)
@@ -183,10 +198,12 @@ class _Rewriter(ast.NodeTransformer):
             cmp = ast.copy_location(ast.Constant(comparison.cmp), wanted)
             self._call_by("looked", comparison.look, cmp, self._later(wanted))
         self._loops -= 1
-        if not (spins and self._is_users):
+        if not self._is_users:
             return node
-        around = ast.With([ast.withitem(self._call(node, "spinning"), None)], [node])
-        return ast.copy_location(around, node)
+        around: ast.stmt = node
+        if spins:
+            around = ast.copy_location(ast.With([ast.withitem(self._call(node, "spinning"), None)], [node]), node)
+        return self._carrying(node, around, names)
 
     def _call_by(self, helper: str, node: ast.Call, *before: ast.expr) -> None:
         """Turn ``f(x)`` into ``helper(*before, f, x)``: the helper makes the call."""
@@ -229,6 +246,12 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(node.func, ast.Name) and node.func.id in _BUILTINS - self._shadowed:
             node.func.id = f"__simulated_{node.func.id}__"
         return node
+
+
+def _names_stored(loop: ast.For | ast.While) -> list[str]:
+    """The names that the body assigns to."""
+    nodes = (node for statement in loop.body for node in ast.walk(statement))
+    return sorted({node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)})
 
 
 def _is_joined(node: ast.AST) -> bool:
@@ -282,7 +305,7 @@ def _rewritten_code(
     function = _definition(source, code.co_firstlineno)
     function.decorator_list = []
     rewriter = _Rewriter(shadowed, of_the_host, owner_of(filename) in (USER, INSTALLED))
-    function.body = [rewriter.visit(statement) for statement in function.body]
+    rewriter.generic_visit(function)
     # Compiled inside a function whose parameters have the names of its free variables, so that they are free again.
     around = parse(f"def around({', '.join((*_HELPERS, *code.co_freevars))}): pass").body[0]
     assert isinstance(around, ast.FunctionDef)

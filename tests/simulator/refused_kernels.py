@@ -78,6 +78,25 @@ def asks_a_block(out, n, WRONG: tl.constexpr):
         tl.store(out + numbers, 1, mask=numbers < n)
 
 
+@triton.jit
+def changes_a_dtype(out, n, WRONG: tl.constexpr):
+    one = 1
+    for i in range(n):
+        tl.store(out + i, one)
+        if WRONG:
+            one = one * 1.0
+
+
+@triton.jit
+def changes_a_shape(out, n, WRONG: tl.constexpr):
+    i, last = 0, 0
+    while i < n:
+        tl.store(out + i, 1)
+        last = tl.arange(0, 8) if WRONG else i
+        i += 1
+    tl.store(out + last, 1)
+
+
 # What is said of each.
 REFUSED = [
     (breaks, "Triton compiles no such statement or expression: break"),
@@ -87,5 +106,7 @@ REFUSED = [
     (looks_up, "Triton compiles no such statement or expression: {'one': 1}"),
     (has_a_global, r"the global PLAIN, .* PLAIN = tl.constexpr\(...\), or pass it as an argument"),
     (calls_python, r"doubled\(\), which does not compile: decorate it with triton.jit"),
+    (changes_a_dtype, "one is int32 before a loop and fp32 after a round of it"),
+    (changes_a_shape, "last is int32 before a loop and .* after a round of it"),
     (asks_a_block, "A condition on a block of 8 elements does not compile: use masks"),
 ]
