@@ -121,6 +121,8 @@ class _Rewriter(ast.NodeTransformer):
     def __init__(self, shadowed: frozenset[str], of_the_host: frozenset[str], is_users: bool) -> None:
         self._shadowed, self._of_the_host, self._is_users = shadowed, of_the_host, is_users
         self._loops = self._number = 0
+        # Variables that there are: to the compiler, those that a loop or a branch has made are gone after it.
+        self._live: set[str] = set()
 
     def visit(self, node: ast.AST) -> Any:
         what = refused.construct(node, in_loop=self._loops > 0) if self._is_users else None
@@ -134,8 +136,14 @@ class _Rewriter(ast.NodeTransformer):
             return self._call(node, "global", ast.copy_location(ast.Constant(node.id), node), node)
         return node
 
+    def visit_arguments(self, node: ast.arguments) -> ast.AST:
+        self._live |= {each.arg for each in (*node.posonlyargs, *node.args, *node.kwonlyargs)}
+        return node
+
     def visit_If(self, node: ast.If | ast.IfExp | ast.While) -> ast.AST:
+        outside = set(self._live)
         self.generic_visit(node)
+        self._live = outside
         if self._is_users:
             node.test = self._call(node.test, "condition", node.test)
         return node
@@ -146,8 +154,9 @@ class _Rewriter(ast.NodeTransformer):
         # `tl.static_range` is no loop for the compiler: it repeats the body.
         loops = not ast.unparse(node.iter).partition("(")[0].endswith("static_range")
         self._loops += loops
-        names = _names_stored(node)
+        outside, names = set(self._live), sorted(_names_stored(*node.body) & self._live)
         self.generic_visit(node)
+        self._live = outside
         self._loops -= loops
         return self._carrying(node, node, names) if loops and self._is_users else node
 
@@ -174,6 +183,7 @@ class _Rewriter(ast.NodeTransformer):
         return ast.copy_location(ast.Lambda(args=nothing, body=value), value)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self._live |= _names_stored(node)
         self.generic_visit(node)
         if isinstance(node.value, ast.Tuple):
             node.value.elts = [self._call(element, "assigned", element) for element in node.value.elts]
@@ -188,7 +198,11 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_While(self, node: ast.While) -> ast.AST | list[ast.stmt]:
-        comparison, spins, names = spinning.comparison(node), spinning.spins(node), _names_stored(node)
+        comparison, spins, names = (
+            spinning.comparison(node),
+            spinning.spins(node),
+            sorted(_names_stored(*node.body) & self._live),
+        )
         self._loops += 1
         if comparison is None:
             self.visit_If(node)
@@ -248,10 +262,10 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
 
-def _names_stored(loop: ast.For | ast.While) -> list[str]:
-    """The names that the body assigns to."""
-    nodes = (node for statement in loop.body for node in ast.walk(statement))
-    return sorted({node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)})
+def _names_stored(*statements: ast.stmt) -> set[str]:
+    """The names that these assign to."""
+    nodes = (node for statement in statements for node in ast.walk(statement))
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
 def _is_joined(node: ast.AST) -> bool:

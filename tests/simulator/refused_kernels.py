@@ -89,10 +89,13 @@ def changes_a_dtype(out, n, WRONG: tl.constexpr):
 
 @triton.jit
 def changes_a_shape(out, n, WRONG: tl.constexpr):
+    for i in range(n):
+        numbers = i + tl.arange(0, 1)
+        tl.store(out + numbers, 1)
     i, last = 0, 0
     while i < n:
-        tl.store(out + i, 1)
-        last = tl.arange(0, 8) if WRONG else i
+        numbers = tl.arange(0, 8)[None, :]  # another than that of the other loop
+        last = tl.max(numbers, axis=1) if WRONG else i
         i += 1
     tl.store(out + last, 1)
 
