@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import operator
 import re
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def generated(side):
 def test_the_reference_has_each_function(name):
     assert f"iris.{name}" in generated("device")
     assert getattr(iris, name).fn.__doc__ and signature(getattr(iris, name)) == signature(getattr(iris.gluon, name))
+
+
+@pytest.mark.parametrize("name", ["load", "atomic_cas", "DeviceContext.put", "DeviceContext.initialize"])
+def test_help_shows_the_arguments_of_a_device_operation(name):
+    member = operator.attrgetter(name)(iris)
+    function = inspect.unwrap(member)
+    assert len(inspect.signature(member).parameters) == function.__code__.co_argcount
+    assert inspect.getdoc(member) == inspect.getdoc(function)
 
 
 @pytest.mark.skipif(not iris.simulator.ACTIVE, reason=COMPILED)

@@ -17,8 +17,17 @@ class HeapOutOfMemoryError(IrisError, MemoryError):
 class NotSymmetricError(IrisError, ValueError):
     """A tensor that is not on the symmetric heap was given where one on it is needed.
 
-    Also: a kernel in the simulator reaches a peer through such a pointer.
+    Also: a kernel reaches a peer through such a pointer, which the simulator notices, and a GPU with ``IRIS_DEBUG=1``.
     """
+
+    @classmethod
+    def of_pointer(cls, happened: str) -> "NotSymmetricError":
+        """The error of a kernel's pointer. ``happened``: a sentence that says what the pointer points to."""
+        return cls(
+            f"{happened} It has to be in this rank's own heap: pass tensors that the kernel's context has made, by "
+            "ctx.zeros(), ctx.as_symmetric(), ... The operation finds the peer's copy itself; what ctx.peer() and "
+            "translate() give is a peer's already, for accesses that name no rank."
+        )
 
 
 class NotATensorError(IrisError, TypeError):

@@ -148,10 +148,7 @@ def error_of(
         return unequal(words, rank, ranks)
     place = describe(words[FLAG]) or f"address {words[FLAG]:#x}, not in any heap"
     if kind == "pointer":
-        return NotSymmetricError(
-            f"{who} reached a peer by way of a pointer to {place}, and not to the heap of the kernel's context (or "
-            "heap_bases). Pass tensors that this context has made: ctx.zeros(), ctx.as_symmetric(), ..."
-        )
+        return NotSymmetricError.of_pointer(f"{who} reached a peer by way of a pointer to {place}.")
     wanted, seen = words[WANTED], words[SEEN]
     if kind == "foreign":
         return ForeignLockValueError(rank, wanted, place, seen)

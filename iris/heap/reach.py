@@ -61,12 +61,8 @@ def check_reach(
     outside = (addresses < own) | (addresses >= own + heap.mapped_size)
     if outside.any():
         address = int(addresses[outside][0])
-        place = describe_address(address)
-        where = "not in any heap" if place is None else f"{place}, and not in the heap of its context (or heap_bases)"
-        raise NotSymmetricError(
-            f"A kernel reaches a peer by way of address {address:#x}, which is {where}. "
-            "Pass tensors that this context has made: ctx.zeros(), ctx.as_symmetric(), ..."
-        )
+        place = describe_address(address) or "not in any heap"
+        raise NotSymmetricError.of_pointer(f"A kernel reaches a peer by way of address {address:#x}, which is {place}.")
 
 
 def check_local(ranks: np.ndarray | int, mask: np.ndarray | bool | None, base: np.ndarray) -> None:

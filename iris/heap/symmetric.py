@@ -320,8 +320,9 @@ class SymmetricHeap:
     def _check_symmetric(self, tensor: torch.Tensor) -> None:
         if not self.is_symmetric(tensor):
             raise NotSymmetricError(
-                f"{_show(tensor)} is not on the symmetric heap. Make it with a factory of the context, such as "
-                "ctx.zeros(), or copy it there with ctx.as_symmetric()."
+                f"{_show(tensor)} is not on this rank's symmetric heap. Make it with a factory of the context, such as "
+                "ctx.zeros(), or copy it there with ctx.as_symmetric(). For a peer's copy, which ctx.peer() has given, "
+                "pass your own tensor, whose copy it is."
             )
 
 

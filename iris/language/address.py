@@ -85,6 +85,7 @@ def check_reach(ptr, mask, base, rank):
     from iris.heap import reach
 
     element_of(ptr)
+    check_rank_type(rank)
     reach.check_reach(*stored(ptr, mask, base, rank))
 
 
@@ -93,6 +94,7 @@ def check_caller(rank, first):
     """In the simulator: raise unless a table of heap bases that begins with ``first`` has the caller's ``rank``."""
     from iris.heap import reach
 
+    check_rank_type(rank)
     reach.check_caller(*stored(rank, first))
 
 
@@ -101,6 +103,8 @@ def check_copy(from_rank, to_rank, caller):
     """In the simulator: raise unless a copy's caller is one of its two ranks."""
     from iris.heap import reach
 
+    for rank in (from_rank, to_rank):
+        check_rank_type(rank)
     reach.check_copy(*stored(from_rank, to_rank, caller))
 
 

@@ -85,6 +85,8 @@ def jit(function: Callable | None = None, **options: Any) -> Any:
         return lambda function: jit(function, **options)
     version = triton.jit(function, **options)
     version.gluon = gluon.jit(_over_gluon(function), **options)
+    # By this help() and `inspect.signature` show the arguments. Of what Triton returns they are ``*args, **kwargs``.
+    version.__wrapped__ = version.gluon.__wrapped__ = function
     _versions[id(version)] = (version, version.gluon)
     return version
 

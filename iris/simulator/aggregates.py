@@ -1,5 +1,6 @@
 """``@triton.aggregate`` in the simulator: makes a plain Python class whose jitted methods can be called."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,10 @@ from iris.compat.interpreter import InterpretedFunction
 def method(function: InterpretedFunction) -> Callable:
     """A jitted function as a method. (Python binds functions alone to the object on which they are called.)"""
 
+    @functools.wraps(function.fn)
     def bound(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    bound.__name__, bound.__doc__ = function.fn.__name__, function.fn.__doc__
     return bound
 
 

@@ -130,6 +130,8 @@ in_python = breaks_graph("the simulator runs kernels in Python")
 def define(self: InterpretedFunction, fn: FunctionType, **options: Any) -> None:
     """``InterpretedFunction.__init__``, for what ``@triton.jit`` makes."""
     _stock_init(self, fn, **options)
+    # What help() and `inspect.signature` show. Without the former their arguments would be ``*args, **kwargs``.
+    self.__wrapped__, self.__doc__ = fn, fn.__doc__
     # Read now, as the compiler does: by the time of the first launch someone may have edited the file.
     self._lines = lines_of(fn)
 

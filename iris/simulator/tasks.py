@@ -242,9 +242,10 @@ def observe_plain_load(pointers: np.ndarray, values: np.ndarray, element: tl.dty
     """Note that the current task has loaded these, neither atomically nor volatile.
 
     Most such loads are of data. But a task that loads the same values again and again may be waiting for another one.
+    What the library loads for itself in a loop that waits, such as the address of a peer's heap, it does not wait for.
     """
     task = running
-    if task is None or not 0 < pointers.size <= MOST_FLAGS:
+    if task is None or task.library_loads or not 0 < pointers.size <= MOST_FLAGS:
         return
     if len(task.plain_loads) >= REMEMBERED:
         task.plain_loads.clear()

@@ -9,7 +9,13 @@ from iris import DeviceContext
 
 @triton.jit
 def store(context_tensor, heap_bases, target, WHAT: tl.constexpr):
-    if WHAT == "context":
+    if WHAT == "rank's address":
+        iris.store(target, 1.0, 0, target, heap_bases)
+    elif WHAT == "caller's address":
+        iris.store(target, 1.0, target, 0, heap_bases)
+    elif WHAT == "source's address":
+        iris.copy(target, target, target, 0, 0, heap_bases)
+    elif WHAT == "context":
         DeviceContext.initialize(target)
     elif WHAT == "heap bases":
         iris.store(target, 1.0, 0, 0, target)
@@ -33,6 +39,12 @@ def store(context_tensor, heap_bases, target, WHAT: tl.constexpr):
             ctx.atomic_cas(tl.cast(target, tl.pointer_type(tl.int32), bitcast=True), 1 << 40, 1, 0)
         elif WHAT == "half val":
             ctx.atomic_cas(tl.cast(target, tl.pointer_type(tl.int64), bitcast=True), 0, 0.5, 0)
+        elif WHAT == "address":
+            ctx.store(target, 1.0, target)
+        elif WHAT == "address to translate":
+            ctx.translate(target, target)
+        elif WHAT == "destination's address":
+            ctx.copy(target, target, 0, target)
         else:
             ctx.store(target, 1.0, (ctx.cur_rank + 1) / 2)
 
@@ -51,4 +63,10 @@ MISTAKES = {
     "large cmp": r"atomic_cas\(\) got cmp=1099511627776, .* element of int32: that takes -2147483648 to 4294967295",
     "half val": r"atomic_cas\(\) got val=0\.5, and an element of int64 takes a whole number",
     "divided": "A rank is a whole number.* and got fp32",
+    "address": "A rank is a whole number.* and got pointer<fp32>",
+    "address to translate": "A rank is a whole number.* and got pointer<fp32>",
+    "destination's address": "A rank is a whole number.* and got pointer<fp32>",
+    "rank's address": "A rank is a whole number.* and got pointer<fp32>",
+    "caller's address": "A rank is a whole number.* and got pointer<fp32>",
+    "source's address": "A rank is a whole number.* and got pointer<fp32>",
 }

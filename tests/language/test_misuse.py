@@ -44,6 +44,14 @@ def foreign(ctx, form):
         # What is only read here may be anywhere.
         put(ctx, form, torch.ones(100), inside, ctx.cur_rank)
     assert inside.tolist() == [1] * 100
+    peer = (ctx.cur_rank + 1) % ctx.num_ranks
+    theirs = ctx.peer(inside, peer)
+    with pytest.raises(
+        NotSymmetricError, match=rf"rank {peer}'s float32\[100\].* this rank's own heap.* ctx\.peer\(\)"
+    ):
+        put(ctx, form, source, theirs, peer)
+    with pytest.raises(NotSymmetricError, match="this rank's symmetric heap.* pass your own tensor"):
+        ctx.peer(theirs, ctx.cur_rank)
     with pytest.raises(RankOutOfRangeError, match=f"no rank {ctx.num_ranks}"):
         put(ctx, form, source, inside, ctx.num_ranks)
     with pytest.raises(RankOutOfRangeError, match="no rank -1"):

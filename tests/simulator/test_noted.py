@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+import iris
 from iris import observer
 from iris.language import ll, ordering
 from iris.sanitizer.recorder import Recorder
-from iris.simulator import ACTIVE, noted, tasks
+from iris.simulator import ACTIVE, grid, noted, tasks
 from iris.simulator.tasks import Condition
 
 assert ACTIVE
@@ -184,3 +185,24 @@ def test_events_that_device_functions_note_are_known():
     events = {event for file in files for event in re.findall(r"\bnote\(\"(\w+)\"", file.read_text())}
     assert "waits_for" in events
     assert all(callable(getattr(noted, event, None)) for event in events), events
+
+
+@triton.jit
+def look_at_own_copy(context_tensor, heap_bases, flag, CONTEXT: tl.constexpr):
+    if CONTEXT:
+        ctx = iris.DeviceContext.initialize(context_tensor)
+        while ctx.load(flag, 0) == 0:
+            pass
+    else:
+        while iris.load(flag, 0, 0, heap_bases) == 0:
+            pass
+
+
+@pytest.mark.parametrize("form", ["context", "function"])
+def test_a_load_of_a_ranks_flag_is_the_poll_and_not_what_the_library_loads_for_it(monkeypatch, form):
+    monkeypatch.setattr(grid, "limit_s", 0.5)
+    found = r"until != 0, holds 0; flag: rank 0's int32\[3\], element 1 \(offset 0x4\)"
+    with iris.iris(1 << 20) as ctx:
+        flags = ctx.zeros(3, dtype=torch.int32)
+        with pytest.raises(iris.errors.IrisTimeoutError, match=found):
+            look_at_own_copy[(1,)](ctx.get_device_context(), ctx.get_heap_bases(), flags[1:], form == "context")
