@@ -121,7 +121,8 @@ class _Rewriter(ast.NodeTransformer):
     def __init__(self, shadowed: frozenset[str], of_the_host: frozenset[str], is_users: bool) -> None:
         self._shadowed, self._of_the_host, self._is_users = shadowed, of_the_host, is_users
         self._loops = self._number = 0
-        # Variables that there are: to the compiler, those that a loop or a branch has made are gone after it.
+        # Variables that there are for certain: to the compiler, what a loop has made is gone after it, and what a branch
+        # has made, unless both make it.
         self._live: set[str] = set()
 
     def visit(self, node: ast.AST) -> Any:
@@ -198,11 +199,8 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_While(self, node: ast.While) -> ast.AST | list[ast.stmt]:
-        comparison, spins, names = (
-            spinning.comparison(node),
-            spinning.spins(node),
-            sorted(_names_stored(*node.body) & self._live),
-        )
+        comparison, spins = spinning.comparison(node), spinning.spins(node)
+        names = sorted(_names_stored(*node.body) & self._live)
         self._loops += 1
         if comparison is None:
             self.visit_If(node)
