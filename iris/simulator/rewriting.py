@@ -121,8 +121,8 @@ class _Rewriter(ast.NodeTransformer):
     def __init__(self, shadowed: frozenset[str], of_the_host: frozenset[str], is_users: bool) -> None:
         self._shadowed, self._of_the_host, self._is_users = shadowed, of_the_host, is_users
         self._loops = self._number = 0
-        # Variables that there are for certain: to the compiler, what a loop has made is gone after it, and what a branch
-        # has made, unless both make it.
+        # Variables that there are for certain: to the compiler, what a loop has made is gone after it, and so is what a
+        # branch has made, unless both make it.
         self._live: set[str] = set()
 
     def visit(self, node: ast.AST) -> Any:
