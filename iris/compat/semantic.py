@@ -1,9 +1,12 @@
 """Of `triton.language.core`, `standard` and `semantic`: how operations of the language become those of a builder.
 
+And of `triton.compiler.code_generator`: the class whose methods have the names of Python's constructs that it compiles.
+
 For the simulator. All of these are there in Triton 3.6 to 3.9. Where one is gone, importing `iris` in the simulator
 raises `MissingPartError`. On a GPU none of them is used.
 """
 
+import ast
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +33,13 @@ is_builtin = required("triton.language.core:is_builtin", _WHY)
 
 required("triton.language.core:builtin_min", _WHY)
 required("triton.language.core:builtin_max", _WHY)
+
+_CODE_GENERATOR = required("triton.compiler.code_generator:CodeGenerator", _WHY)
+
+
+def is_compiled(node: ast.AST) -> bool:
+    """Whether the compiler has a rule for such statements or expressions of Python."""
+    return hasattr(_CODE_GENERATOR, f"visit_{type(node).__name__}")
 
 
 def builtin_for(name: str) -> Callable:

@@ -7,14 +7,12 @@ Iris relies on these in Triton 3.6 to 3.9:
   number of warps, the number of CTAs and the bytes of shared memory; and ``n_regs``;
 * the arguments of the launcher, and that it calls a C function that is its attribute ``launch``;
 * `triton.runtime.jit.mangle_type`, and the backends' classes of options;
-* `triton.compiler.code_generator.CodeGenerator`, whose methods have the names of Python's constructs that it compiles;
 * ``kernel[grid]`` calls the method ``run``.
 
 Where one is gone, what needs it raises `MissingPartError`. A launcher without ``launch`` is called as it is, which
 takes the host a microsecond longer.
 """
 
-import ast
 import functools
 import operator
 from collections.abc import Callable
@@ -29,14 +27,6 @@ _LAUNCHES, _SIMULATES = "launch its kernels", "run kernels on the CPU"
 
 mangle_type = function("triton.runtime.jit:mangle_type", _SIMULATES)
 """The name of an argument's type in a kernel's signature."""
-
-
-_RULES = required("triton.compiler.code_generator:CodeGenerator", _SIMULATES)
-
-
-def is_compiled(node: ast.AST) -> bool:
-    """Whether the compiler has a rule for such statements or expressions of Python."""
-    return hasattr(_RULES, f"visit_{type(node).__name__}")
 
 
 class Loaded(NamedTuple):

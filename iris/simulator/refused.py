@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from iris.compat.triton_jit import is_compiled
+from iris.compat.semantic import is_compiled
 from iris.simulator.lines import USER, owner_of
 
 # Values that a kernel's globals may have for its host code. Classes and modules, for example, are something else.
