@@ -25,6 +25,27 @@ def gdc_wait():
 
 
 @jit
+def gdc_wait_after(addresses):
+    """The same, once the kernel has computed a tuple of ``addresses``, none of them null, that it needs next.
+
+    The instruction has no operands. So the assembler puts it before what computes them, wherever that is in the
+    program, and each launch takes longer. Here it depends on them: it is left out if all are null.
+    """
+    if launches_early():
+        bits = tl.cast(addresses[0], tl.int64)
+        for k in tl.static_range(1, len(addresses)):
+            bits |= tl.cast(addresses[k], tl.int64)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred known; setp.ne.s64 known, $1, 0; @known griddepcontrol.wait; mov.b32 $0, 0; }",
+            "=r,l,~{memory}",
+            [bits],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@jit
 def gdc_launch_dependents():
     """Let the next launch on the stream begin, if it may begin early, once all programs have come here.
 

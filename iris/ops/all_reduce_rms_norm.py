@@ -30,7 +30,12 @@ from iris.ccl.lamport_channel import SLOTS
 from iris.ccl.one_shot import peers, push, recv_and_reduce, region
 from iris.language.cluster import enter, open_meeting
 from iris.language.context import DeviceContext
-from iris.language.dependent_launch import gdc_launch_dependents, gdc_launch_dependents_after_waits, gdc_wait
+from iris.language.dependent_launch import (
+    gdc_launch_dependents,
+    gdc_launch_dependents_after_waits,
+    gdc_wait,
+    gdc_wait_after,
+)
 from iris.language.lamport import decode, elements_per_word, lamport_clear, lamport_recv, lamport_send
 from iris.language.ordering import store_after_sync
 from iris.language.pairs import widen
@@ -53,6 +58,12 @@ def place(parts, source, W: tl.constexpr, PIECE: tl.constexpr):
 
 
 @triton.jit
+def begin_of(unit, DIVISION: tl.constexpr):
+    """Where a piece begins, in a tensor of rows."""
+    return (unit // DIVISION.PIECES).to(tl.int64) * DIVISION.H + unit % DIVISION.PIECES * DIVISION.PIECE
+
+
+@triton.jit
 def send_piece(ctx, channel, own, unit, epoch, room, bases, W: tl.constexpr, DIVISION: tl.constexpr):
     """Push ``own``, a piece of a row, to all other ranks."""
     PIECE: tl.constexpr = DIVISION.PIECE
@@ -67,8 +78,96 @@ def send_row(ctx, channel, input, row, room, bases, W: tl.constexpr, DIVISION: t
     """`send_piece` of a row that is one piece."""
     columns = tl.arange(0, DIVISION.PIECE)
     epoch = tl.load(channel.epochs + row)
-    own = tl.load(input + (row.to(tl.int64) * DIVISION.H + columns), mask=columns < DIVISION.H)
+    own = tl.load(input + begin_of(row, DIVISION) + columns, mask=columns < DIVISION.H)
     send_piece(ctx, channel, own, row, epoch=epoch, room=room, bases=bases, W=W, DIVISION=DIVISION)
+
+
+@triton.jit
+def sum_and_normalise(
+    ctx,
+    channel,
+    tensors,
+    unit,
+    following,
+    units,
+    meeting,
+    room,
+    bases,
+    eps,
+    W: tl.constexpr,
+    DIVISION: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """All of a piece; but if the program has several, it has been sent, and the ``following`` one is, if there is one.
+
+    ``units``: the number of pieces.
+    """
+    H: tl.constexpr = DIVISION.H
+    PIECES: tl.constexpr = DIVISION.PIECES
+    PIECE: tl.constexpr = DIVISION.PIECE
+    BY_ROW: tl.constexpr = tensors.row_scales is not None
+    rank, epochs, slots = ctx.cur_rank, channel.epochs, channel.slots
+    row, piece = unit // PIECES, unit % PIECES
+    begin, i = begin_of(unit, DIVISION), tl.arange(0, PIECE)
+    inside = i < H - piece * PIECE
+    # All loads at once, before the first store and the waiting: what follows needs no other trip to memory.
+    epoch = tl.load(epochs + unit)
+    own = tl.load(tensors.input + begin + i, mask=inside)
+    added = load_or_zero(tensors.residual, begin, i, inside)
+    gain = tl.load(tensors.weight + piece * PIECE + i, mask=inside, other=0)
+    divisor = tl.load(tensors.scale) if tensors.scale is not None else 1.0
+    if DIVISION.ONE_EACH:
+        send_piece(ctx, channel, own, unit, epoch=epoch, room=room, bases=bases, W=W, DIVISION=DIVISION)
+        # Again: of elements that it has packed into the words to send, the compiler adds one at a time, not two.
+        own = tl.load(tensors.input + begin + i, mask=inside)
+    elif following < units:
+        send_row(ctx, channel, tensors.input, following, room=room, bases=bases, W=W, DIVISION=DIVISION)
+    # While the data are under way. What the last call's slot held was read in that call.
+    old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), REGION=places(W) * PIECE)
+    for distance in tl.static_range(1, W):
+        lamport_clear(place(old, (rank + distance) % W, W=W, PIECE=PIECE) + i, i < PIECE)
+    store_after_sync(epochs + unit, (epoch + 1) % SLOTS)
+    entered = enter(meeting, PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
+    parts = region(slots, room * PIECES, unit, epoch, REGION=places(W) * PIECE)
+    event = ctx.tracing.begin_wait_for_data(parts, rank)
+    if W == 2:
+        # It takes where part 0 would lie.
+        parts -= (1 - rank) * PIECE
+    total = recv_and_reduce(ctx, parts, own, H - piece * PIECE, W=W, PART=PIECE, OP="sum")
+    ctx.tracing.record_event_end(event)
+    if not DIVISION.EARLY and following >= units:
+        gdc_launch_dependents_after_waits()
+    x = tl.where(inside, widen(total), 0) + widen(added)
+    at = tl.max_contiguous(begin + i, NEIGHBOURS)
+    keep_residual(tensors, at, inside, x)
+    scaled = x * widen(gain)
+    squares, heights = x * x, tl.abs(scaled) if BY_ROW else 0.0
+    squares, peak = over_the_row(
+        squares,
+        heights,
+        meeting,
+        entered,
+        partials=channel.partials + 2 * row * PIECES,
+        piece=piece,
+        stamp=epoch + 1,
+        BY_ROW=BY_ROW,
+        DIVISION=DIVISION,
+        rank=rank,
+        record=ctx._record(),
+    )
+    y, _ = normalise(
+        tensors,
+        scaled,
+        divisor=divisor,
+        squares=squares,
+        peak=peak,
+        row=row,
+        leads=piece == 0,
+        eps=eps,
+        H=H,
+        LARGEST=LARGEST,
+    )
+    tl.store(tensors.out + at, y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -81,82 +180,59 @@ def one_shot_rms_norm(
 
     Where a program has several pieces, they are whole rows.
     """
-    H: tl.constexpr = DIVISION.H
-    PIECES: tl.constexpr = DIVISION.PIECES
-    PIECE: tl.constexpr = DIVISION.PIECE
     BY_ROW: tl.constexpr = tensors.row_scales is not None
     ctx = DeviceContext.initialize(channel.context, num_ranks=W)
-    rank, bases = ctx.cur_rank, peers(ctx, W)
-    epochs, partials, slots, input = channel.epochs, channel.partials, channel.slots, tensors.input
-    meeting = open_meeting(PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
-    gdc_wait()
+    bases = peers(ctx, W)
+    meeting = open_meeting(DIVISION.PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
+    first, stride, units = tl.program_id(0), tl.num_programs(0), rows * DIVISION.PIECES
+    begin = begin_of(first, DIVISION)
+    addresses = (
+        channel.epochs + first,
+        tensors.input + begin,
+        tensors.weight + first % DIVISION.PIECES * DIVISION.PIECE,
+    )
+    if tensors.residual is not None:
+        addresses += (tensors.residual + begin,)
+    gdc_wait_after(addresses)
     if DIVISION.EARLY:
         gdc_launch_dependents()
-    i = tl.arange(0, PIECE)
-    first, stride, units = tl.program_id(0), tl.num_programs(0), rows * PIECES
-    if not DIVISION.ONE_EACH:
+    if DIVISION.ONE_EACH:
+        # Not as a loop of one turn: the assembler would compute addresses in it, after all.
         if first < units:
-            send_row(ctx, channel, input, first, room=room, bases=bases, W=W, DIVISION=DIVISION)
-    for unit in range(first, units, stride):
-        row, piece = unit // PIECES, unit % PIECES
-        columns = piece * PIECE + i
-        inside = columns < H
-        at = tl.max_contiguous(row.to(tl.int64) * H + columns, NEIGHBOURS)
-        # All loads at once, before the first store and the waiting: what follows needs no other trip to memory.
-        epoch = tl.load(epochs + unit)
-        own = tl.load(input + at, mask=inside)
-        added = load_or_zero(tensors.residual, at, inside)
-        gain = tl.load(tensors.weight + columns, mask=inside, other=0)
-        divisor = tl.load(tensors.scale) if tensors.scale is not None else 1.0
-        if DIVISION.ONE_EACH:
-            send_piece(ctx, channel, own, unit, epoch=epoch, room=room, bases=bases, W=W, DIVISION=DIVISION)
-        elif unit + stride < units:
-            send_row(ctx, channel, input, unit + stride, room=room, bases=bases, W=W, DIVISION=DIVISION)
-        # While the data are under way. What the last call's slot held was read in that call.
-        old = region(slots, room * PIECES, unit, epoch + (SLOTS - 1), REGION=places(W) * PIECE)
-        for distance in tl.static_range(1, W):
-            lamport_clear(place(old, (rank + distance) % W, W=W, PIECE=PIECE) + i, i < PIECE)
-        store_after_sync(epochs + unit, (epoch + 1) % SLOTS)
-        entered = enter(meeting, PIECES, BY_ROW) if DIVISION.CLUSTERED else 0
-        parts = region(slots, room * PIECES, unit, epoch, REGION=places(W) * PIECE)
-        event = ctx.tracing.begin_wait_for_data(parts, rank)
-        if W == 2:
-            # It takes where part 0 would lie.
-            parts -= (1 - rank) * PIECE
-        total = recv_and_reduce(ctx, parts, own, H - piece * PIECE, W=W, PART=PIECE, OP="sum")
-        ctx.tracing.record_event_end(event)
-        if not DIVISION.EARLY and unit + stride >= units:
-            gdc_launch_dependents_after_waits()
-        x = tl.where(inside, widen(total), 0) + widen(added)
-        keep_residual(tensors, at, inside, x)
-        scaled = x * widen(gain)
-        squares, heights = x * x, tl.abs(scaled) if BY_ROW else 0.0
-        squares, peak = over_the_row(
-            squares,
-            heights,
-            meeting,
-            entered,
-            partials=partials + 2 * row * PIECES,
-            piece=piece,
-            stamp=epoch + 1,
-            BY_ROW=BY_ROW,
-            DIVISION=DIVISION,
-            rank=rank,
-            record=ctx._record(),
-        )
-        y, _ = normalise(
-            tensors,
-            scaled,
-            divisor=divisor,
-            squares=squares,
-            peak=peak,
-            row=row,
-            leads=piece == 0,
-            eps=eps,
-            H=H,
-            LARGEST=LARGEST,
-        )
-        tl.store(tensors.out + at, y, mask=inside)
+            sum_and_normalise(
+                ctx,
+                channel,
+                tensors,
+                first,
+                following=units,
+                units=units,
+                meeting=meeting,
+                room=room,
+                bases=bases,
+                eps=eps,
+                W=W,
+                DIVISION=DIVISION,
+                LARGEST=LARGEST,
+            )
+    else:
+        if first < units:
+            send_row(ctx, channel, tensors.input, first, room=room, bases=bases, W=W, DIVISION=DIVISION)
+        for unit in range(first, units, stride):
+            sum_and_normalise(
+                ctx,
+                channel,
+                tensors,
+                unit,
+                following=unit + stride,
+                units=units,
+                meeting=meeting,
+                room=room,
+                bases=bases,
+                eps=eps,
+                W=W,
+                DIVISION=DIVISION,
+                LARGEST=LARGEST,
+            )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -200,7 +276,7 @@ def two_shot_rms_norm(
         # Loaded long before it is wanted.
         done = first + (step - 2 * AHEAD) * stride
         at = tl.max_contiguous((done // PIECES).to(tl.int64) * H + begin + j, NEIGHBOURS)
-        added = load_or_zero(tensors.residual, at, inside & (step >= 2 * AHEAD))
+        added = load_or_zero(tensors.residual, 0, at, inside & (step >= 2 * AHEAD))
         if step < steps:
             unit = first + step * stride
             mine = region(slots, room * PIECES, unit, tl.load(epochs + unit), REGION=REGION) + rank * PART

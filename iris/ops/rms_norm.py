@@ -96,12 +96,12 @@ def over_the_row(
 
 
 @triton.jit
-def load_or_zero(pointer, at, mask):
-    """Zeros if there is no tensor."""
+def load_or_zero(pointer, begin, i, mask):
+    """Of the elements from ``begin`` on, those with the numbers ``i``. Zeros if there is no tensor."""
     if pointer is not None:
-        return tl.load(pointer + at, mask=mask, other=0)
+        return tl.load(pointer + begin + i, mask=mask, other=0)
     else:
-        return (at * 0).to(tl.float32)
+        return (i * 0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -117,7 +117,7 @@ def rms_norm(tensors, rows, eps, H: tl.constexpr, ROW: tl.constexpr, LARGEST: tl
     divisor = tl.load(tensors.scale) if tensors.scale is not None else 1.0
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         at = tl.cast(row, tl.int64) * H + j
-        added = load_or_zero(tensors.residual, at, inside).to(tl.float32)
+        added = load_or_zero(tensors.residual, tl.cast(row, tl.int64) * H, j, inside).to(tl.float32)
         x = tl.load(tensors.input + at, mask=inside, other=0).to(tl.float32) + added
         keep_residual(tensors, at, inside, x)
         scaled = x * gain

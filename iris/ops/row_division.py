@@ -51,7 +51,7 @@ def residency(variant: str, size: int, warps: int, registers: int, sms: int | No
     if warps * 32 * registers <= SMALL_LAUNCH * sms:
         return Residency(small=True, early=True, registers=registers)
     # The parts of more ranks, and of two shots, have no room in fewer registers: compiled for sm_90, up to 230 bytes a
-    # thread spill. Between two ranks at most 80 do of rows `in_registers`, which take less time than a launch gains.
+    # thread spill. Between two ranks at most 44 do of rows `in_registers`, which take less time than a launch gains.
     early = variant == "one_shot" and size == 2 and launches_early()
     return Residency(small=False, early=early, registers=registers * EARLY_LAUNCH // HALF if early else registers)
 

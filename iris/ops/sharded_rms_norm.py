@@ -121,7 +121,7 @@ def sharded_rms_norm(
             epoch = tl.load(epochs + unit)
             at = row.to(tl.int64) * H + begin + i
             own = tl.load(input + at, mask=inside)
-            added = load_or_zero(tensors.residual, at, inside)
+            added = load_or_zero(tensors.residual, 0, at, inside)
             received = region(parts, places, unit, epoch, REGION=W * PART)
             event = ctx.tracing.begin_wait_for_data(received, rank)
             total = recv_and_reduce(ctx, received, own, count, W=W, PART=PART, OP="sum")

@@ -85,6 +85,16 @@ def test_what_can_be_done_while_data_are_on_their_way_is():
     assert sent[-1] < entered < looks and len(cleared) == 4
 
 
+@pytest.mark.parametrize(("pieces", "warps"), [(16, 2), thorough(8, 1), thorough(1, 8)])
+def test_a_launch_that_begins_early_knows_the_first_address_before_it_waits(pieces, warps):
+    division = {"CLUSTERED": pieces > 1, "PIECE": 8192 // pieces, "PART": 8192 // pieces}
+    kernel, arguments = of_bf16(pieces, W=2, H=7168, **division)
+    code = compile_for("sm_90", kernel, *arguments, num_warps=warps).instructions()
+    waits = next(number for number, line in enumerate(code) if "ACQBULK" in line)
+    loads = next(number for number, line in enumerate(code) if "LDG" in line and number > waits)
+    assert not [line for line in code[waits:loads] if re.search(r"\b(IMAD|IADD3|LEA|SHF|VIADD)\b", line)]
+
+
 @pytest.mark.parametrize("small", [True, False])
 def test_the_next_launch_is_let_in_at_once_or_when_all_threads_have_their_data(small):
     kernel, arguments = of_bf16(4, EARLY=small)
