@@ -18,9 +18,10 @@ ON_HOSTS = $(call TORCHRUN,$(or $(RANKS_OF_HOSTS),$(error HOSTS=$(HOSTS) is no n
 # hundreds of processes, each of which would compile torch or this library anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Of the tests, of which four run at a time, the longest first: processes that wait for others leave two cores time for
-# more than two.
-PARTS := test-simulator test-operations test-collectives test-compiled test-over-hosts test-oldest test-sanitized
+# Of the tests, the longest first. As many run at a time as there are cores: ranks poll while they wait for each other, and
+# with more parts they would also wait for a core.
+PARTS := test-operations test-compiled test-collectives test-simulator test-over-hosts test-oldest test-sanitized
+CORES := $(shell getconf _NPROCESSORS_ONLN)
 OPERATIONS := language ops sanitizer tracing test_docs.py
 COLLECTIVES := ccl experts heap inductor
 
@@ -56,7 +57,7 @@ demo: setup          ## two ranks exchange data from inside Triton and Gluon ker
 	$(RUN) -m iris demo
 
 test: setup          ## lint, and the covering sample: simulator, compile checks, oldest Triton
-	$(MAKE) --jobs 4 $(if $(IRIS_TEST_ALL),--keep-going,--output-sync=target) --no-print-directory lint $(PARTS)
+	$(MAKE) --jobs $(CORES) $(if $(IRIS_TEST_ALL),--keep-going,--output-sync=target) --no-print-directory lint $(PARTS)
 
 test-simulator:
 	$(RUN) $(PYTEST) tests \
