@@ -98,9 +98,10 @@ def sum_and_normalise(
     DIVISION: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """All of a piece; but if the program has several, it has been sent, and the ``following`` one is, if there is one.
+    """Add up a piece from all ranks, and store what becomes of it.
 
-    ``units``: the number of pieces.
+    A program's only piece is sent here, too. One of several has been sent, and here the ``following`` one is, if it is
+    below ``units``, the number of pieces.
     """
     H: tl.constexpr = DIVISION.H
     PIECES: tl.constexpr = DIVISION.PIECES
