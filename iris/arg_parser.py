@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from iris.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError, InvalidValueError
+from iris.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError, InvalidValueError, short_repr
 
 Size = int | Sequence["Size"]
 Number = int | float | complex | bool
@@ -53,7 +53,7 @@ def shape_of(call: str, sizes: tuple[Size, ...], size: Size | None = None) -> tu
         An extent is negative, or there are more elements than a tensor can have.
     """
     if bool(sizes) == (size is not None):
-        given = "none" if size is None else f"{sizes} and size={size!r:.60}"
+        given = "none" if size is None else f"{sizes} and size={short_repr(size)}"
         raise InvalidArgumentError(f"{call}() takes one size, as in (2, 3) or size=(2, 3), and got {given}.")
     shape: list[int] = []
     for extent in _flat(sizes if size is None else (size,)):
@@ -62,7 +62,7 @@ def shape_of(call: str, sizes: tuple[Size, ...], size: Size | None = None) -> tu
         misplaced = isinstance(extent, bool) and not shape
         if number is None or misplaced:
             raise InvalidArgumentError(
-                f"{call}() takes a size of integers, as in (2, 3), and got {extent!r:.60}, of type "
+                f"{call}() takes a size of integers, as in (2, 3), and got {short_repr(extent)}, of type "
                 f"{type(extent).__name__}."
             )
         shape.append(number)
@@ -80,26 +80,26 @@ def dtype_of(dtype: torch.dtype | type | None) -> torch.dtype | None:
         return dtype
     if isinstance(dtype, type) and dtype in _PYTHON_TYPES:
         return _PYTHON_TYPES[dtype]
-    raise InvalidDtypeError(f"A dtype is one of torch's, such as torch.float32; {dtype!r:.60} is none.")
+    raise InvalidDtypeError(f"A dtype is one of torch's, such as torch.float32; {short_repr(dtype)} is none.")
 
 
 def check_flag(name: str, value: object) -> None:
     """Raise `InvalidArgumentError` unless ``value`` is True, False or None, which stands for False in torch."""
     if value is not None and not isinstance(value, bool):
-        raise InvalidArgumentError(f"{name}={value!r:.60} is not possible: it is True or False.")
+        raise InvalidArgumentError(f"{name}={short_repr(value)} is not possible: it is True or False.")
 
 
 def check_callable(name: str, value: object) -> None:
     """Raise `InvalidArgumentError` unless ``value`` can be called."""
     if not callable(value):
-        raise InvalidArgumentError(f"{name}={value!r:.60} is not possible: it is a function, which is called.")
+        raise InvalidArgumentError(f"{name}={short_repr(value)} is not possible: it is a function, which is called.")
 
 
 def real(name: str, value: object) -> float:
     """A real number as a float; InvalidArgumentError for anything else, such as its text."""
     number = scalar(value)
     if not isinstance(number, numbers.Real):
-        raise InvalidArgumentError(f"{name}={value!r:.60} is not possible: it is a real number.")
+        raise InvalidArgumentError(f"{name}={short_repr(value)} is not possible: it is a real number.")
     return float(number)
 
 
@@ -132,7 +132,7 @@ def dtype_of_full(call: str, name: str, value: Any, dtype: torch.dtype | None = 
     def trial() -> torch.dtype:
         return torch.full((1,), scalar(value), dtype=dtype, device="cpu").dtype
 
-    return ask(f"{call}({name}={value!r:.60})", takes, trial)
+    return ask(f"{call}({name}={short_repr(value)})", takes, trial)
 
 
 def bounds_of_arange(*args: Any, **given: Any) -> tuple[Real, Real, Real]:
@@ -171,7 +171,7 @@ def check_random(name: str, dtype: torch.dtype, **bounds: Any) -> None:
 
     ``name``: "rand", "randn", "randint" or "uniform".
     """
-    given = "".join(f"{role}={value!r:.60}, " for role, value in bounds.items())
+    given = "".join(f"{role}={short_repr(value)}, " for role, value in bounds.items())
     values = tuple(map(scalar, bounds.values()))
 
     def trial() -> None:
@@ -189,7 +189,7 @@ def check_generator(generator: object, device: torch.device) -> None:
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):
-        raise InvalidArgumentError(f"generator={generator!r:.60} is not possible: it is a torch.Generator.")
+        raise InvalidArgumentError(f"generator={short_repr(generator)} is not possible: it is a torch.Generator.")
     if generator.device.type != device.type:
         raise InvalidArgumentError(
             f"generator is on {generator.device}, and the symmetric heap on {device}: make it with "

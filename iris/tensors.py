@@ -33,6 +33,7 @@ from iris.errors import (
     InvalidValueError,
     NotATensorError,
     WrongDeviceError,
+    short_repr,
 )
 from iris.heap import SymmetricHeap
 from iris.operators.graph_break import methods_break_graph
@@ -176,10 +177,10 @@ class Factories:
         self._check(layout, device, pin_memory, requires_grad)
         shape = shape_of("linspace", (), steps)
         if len(shape) != 1:
-            raise InvalidArgumentError(f"linspace() takes one number of steps, and got steps={steps!r:.60}.")
+            raise InvalidArgumentError(f"linspace() takes one number of steps, and got steps={short_repr(steps)}.")
         ends, wanted = (scalar(start), scalar(end)), dtype_of(dtype)
         inferred = ask(
-            f"linspace(start={start!r:.60}, end={end!r:.60})",
+            f"linspace(start={short_repr(start)}, end={short_repr(end)})",
             "start and end are numbers",
             lambda: torch.linspace(*ends, 1, dtype=wanted, device="cpu"),
         ).dtype
@@ -364,7 +365,7 @@ class Factories:
         if device is None:
             return
         takes = "a device is a torch.device, or its name"
-        asked, own = ask(f"device={device!r:.60}", takes, lambda: torch.device(device)), self.heap.device
+        asked, own = ask(f"device={short_repr(device)}", takes, lambda: torch.device(device)), self.heap.device
         # torch's "cuda" means the current GPU.
         index = torch.cuda.current_device() if asked.type == "cuda" == own.type and asked.index is None else asked.index
         if asked.type != own.type or (own.type != "cpu" and index != own.index):

@@ -270,3 +270,15 @@ def test_other_calls_refuse_in_words_of_their_own(ctx, argument):
             pytest.fail(f"{argument}: {kind} ends in {error!r}")
         else:
             assert kind in TAKEN.get(argument, ()), f"{argument}: {kind} is taken"
+
+
+@pytest.mark.parametrize("argument", HERE)
+def test_errors_show_a_part_of_what_is_long(ctx, argument):
+    """With dots in the place of the rest, or they do not show it."""
+    for value in ("0123456789" * 50, list(range(500))):
+        try:
+            HERE[argument](ctx, value)
+        except IrisError as error:
+            text = str(error)
+            assert "..." in text or not any(part in text for part in ("0123456789", "0, 1, 2, 3")), text
+            assert len(text) < 600, text

@@ -14,7 +14,7 @@ from iris.bench.hosts_model import COLLECTIVES, FUSED, ITEMSIZE, Measured, Row, 
 from iris.ccl.cluster import Cluster, HostFigures
 from iris.ccl.select_over_hosts import TRANSFER_US
 from iris.commands.files import written
-from iris.errors import InvalidTableError
+from iris.errors import InvalidTableError, short_repr
 from iris.machine.figures import find
 
 # Whose figures count, if nothing else says it.
@@ -125,11 +125,11 @@ class Results:
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise self._error("is no file of results: it has no rows")
         if not isinstance(self.device, str) or self.device.startswith("simulator"):
-            raise self._error(f"was measured on {self.device!r:.60}, whose times say nothing about a GPU")
+            raise self._error(f"was measured on {short_repr(self.device)}, whose times say nothing about a GPU")
         if hosts != 1:
-            raise self._error(f"was measured over {hosts!r:.60} hosts, and what is within one counts here")
+            raise self._error(f"was measured over {short_repr(hosts)} hosts, and what is within one counts here")
         if not _is_above_0(self.num_ranks) or self.num_ranks < 2:
-            raise self._error(f"was measured on {self.num_ranks!r:.60} ranks, and a link takes two")
+            raise self._error(f"was measured on {short_repr(self.num_ranks)} ranks, and a link takes two")
         self._rows: list[dict[str, Any]] = rows
 
     def bus_GBps(self, collective: str) -> float:
@@ -142,8 +142,8 @@ class Results:
         for row in rows:
             if not all(_is_above_0(row.get(name)) for name in ("bytes", "bus_GBps")):
                 raise self._error(
-                    f"has {collective} with bytes={row.get('bytes')!r:.60} and bus_GBps={row['bus_GBps']!r:.60}, which "
-                    "are to be numbers above 0"
+                    f"has {collective} with bytes={short_repr(row.get('bytes'))} and "
+                    f"bus_GBps={short_repr(row['bus_GBps'])}, which are to be numbers above 0"
                 )
         return float(max(rows, key=lambda row: row["bytes"])["bus_GBps"])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from iris.errors import UnknownChoiceError
+from iris.errors import UnknownChoiceError, short_repr
 
 DTYPES = click.Choice(["float16", "bfloat16", "float32"])
 # Of the matrices that are multiplied.
@@ -100,7 +100,7 @@ class Sizes(click.ParamType):
             nbytes = [math.nan]
         if not all(1 <= each <= 1024 * self.MOST and each.is_integer() for each in nbytes):
             self.fail(
-                f"{value!r:.60} is not possible; it takes numbers of KiB with ',' between, of whole bytes, up to "
+                f"{short_repr(value)} is not possible; it takes numbers of KiB with ',' between, of whole bytes, up to "
                 f"{self.MOST}.",
                 parameter,
                 context,
@@ -130,8 +130,8 @@ class Numbers(click.ParamType):
             kind = f"{self.count} whole numbers" if self.count else "whole numbers"
             most = f", up to {self.MOST}" if numbers and max(numbers) > self.MOST else ""
             self.fail(
-                f"{value!r:.60} is not possible; it takes {kind} from {self.least} on{most}, with {self.separator!r} "
-                "between.",
+                f"{short_repr(value)} is not possible; it takes {kind} from {self.least} on{most}, with "
+                f"{self.separator!r} between.",
                 parameter,
                 context,
             )

@@ -9,7 +9,7 @@ import torch
 
 from iris import simulator
 from iris.arg_parser import check_callable, count, real
-from iris.errors import InvalidArgumentError, InvalidCountError, InvalidValueError, UnknownChoiceError
+from iris.errors import InvalidArgumentError, InvalidCountError, InvalidValueError, UnknownChoiceError, short_repr
 
 _MODES: dict[str, Callable[[torch.Tensor], Any]] = {
     "min": lambda times: times.min().item(),
@@ -68,9 +68,11 @@ def do_bench(
         try:
             quantiles = [real("quantiles", each) for each in list(quantiles)]
         except TypeError:
-            raise InvalidArgumentError(f"quantiles={quantiles!r:.60} is not a list of numbers from 0 to 1.") from None
+            raise InvalidArgumentError(
+                f"quantiles={short_repr(quantiles)} is not a list of numbers from 0 to 1."
+            ) from None
         if not all(0 <= each <= 1 for each in quantiles):
-            raise InvalidValueError(f"quantiles={quantiles!r:.60} is not a list of numbers from 0 to 1.")
+            raise InvalidValueError(f"quantiles={short_repr(quantiles)} is not a list of numbers from 0 to 1.")
     on_gpu = not simulator.ACTIVE and torch.cuda.is_available()
     for _ in range(n_warmup):
         barrier_fn()

@@ -18,6 +18,7 @@ from iris.errors import (
     RankOutOfRangeError,
     UnknownChoiceError,
     WrongDeviceError,
+    short_repr,
 )
 from iris.heap.history import debugging
 from iris.language.target import threads_per_warp
@@ -77,7 +78,7 @@ def check_config(config: Config | None) -> Config:
     """``config``, or the default."""
     used = DEFAULT if config is None else config
     if not isinstance(used, Config):
-        raise InvalidConfigError(f"config={config!r:.60} is not possible: it is an iris.ccl.Config, or None.")
+        raise InvalidConfigError(f"config={short_repr(config)} is not possible: it is an iris.ccl.Config, or None.")
     if used.threads_per_warp not in (None, threads_per_warp()):
         raise InvalidConfigError(
             f"Config(threads_per_warp={used.threads_per_warp}) cannot work: this machine has {threads_per_warp()}."
@@ -132,7 +133,7 @@ def rank_in_group(comm: Ranks, name: str, rank: int, num_ranks: int) -> int:
     number = index(rank)
     if number not in comm.ranks:
         if number is None:
-            raise InvalidCollectiveError(f"{name}={rank!r:.60} is not a rank, which is a whole number: {name}=0.")
+            raise InvalidCollectiveError(f"{name}={short_repr(rank)} is not a rank, which is a whole number: {name}=0.")
         if comm.ranks == tuple(range(num_ranks)):
             raise observer.reported(RankOutOfRangeError(number, num_ranks))
         # Of a group of some ranks, or a context over one, these are not counted from 0.
@@ -178,7 +179,7 @@ def counts(name: str, values: Sequence[int] | torch.Tensor, size: int) -> tuple[
         numbers = ()
     if len(numbers) != size or any(number is None or not 0 <= number < 1 << 63 for number in numbers):
         raise InvalidCollectiveError(
-            f"{name} takes {size} whole numbers of elements, one a rank, none negative: {values!r}."
+            f"{name} takes {size} whole numbers of elements, one a rank, none negative: {short_repr(values)}."
         )
     return cast(tuple[int, ...], numbers)
 

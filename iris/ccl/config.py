@@ -5,7 +5,7 @@ import warnings
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from iris.errors import InvalidConfigError, UnsupportedReductionError
+from iris.errors import InvalidConfigError, UnsupportedReductionError, short_repr
 
 
 class ReduceOp(Enum):
@@ -20,7 +20,7 @@ class ReduceOp(Enum):
     @classmethod
     def _missing_(cls, value: object) -> None:
         known = ", ".join(repr(op.value) for op in cls)
-        raise UnsupportedReductionError(f"op={value!r} is not one of {known}.")
+        raise UnsupportedReductionError(f"op={short_repr(value)} is not one of {known}.")
 
 
 ALL_REDUCE_VARIANTS = (
@@ -151,7 +151,9 @@ class Config:
                 continue
             problem = _problem(field.name, value)
             if problem:
-                raise InvalidConfigError(f"Config({field.name}={value!r}) cannot work: {field.name} is {problem}.")
+                raise InvalidConfigError(
+                    f"Config({field.name}={short_repr(value)}) cannot work: {field.name} is {problem}."
+                )
         if (self.block_size_m or 1) * (self.block_size_n or 1) > 1 << 20:
             raise InvalidConfigError(
                 f"Config(block_size_m={self.block_size_m}, block_size_n={self.block_size_n}) cannot work: a block has "

@@ -25,7 +25,7 @@ from iris.ccl.config import ReduceOp
 from iris.ccl.protocols import CollectivesContext
 from iris.ccl.reduction import name_of as name_of_reduction
 from iris.compat.c10d import group_named
-from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError
+from iris.errors import InvalidCollectiveError, InvalidGroupError, UnsupportedReductionError, short_repr
 from iris.operators.graph_break import breaks_graph
 from iris.operators.registration import operator
 from iris.world import check_process_group
@@ -76,7 +76,7 @@ def name_of(ctx: CollectivesContext, group: dist.ProcessGroup | None = None) -> 
 @breaks_graph("the first call of name_of() for these ranks is in a compiled function; make it before")
 def _new_name(ctx: CollectivesContext, group: dist.ProcessGroup | None) -> str:
     if not hasattr(ctx, "ccl"):
-        raise InvalidGroupError(f"name_of() takes a context, as iris.iris() makes one, and got {ctx!r:.60}.")
+        raise InvalidGroupError(f"name_of() takes a context, as iris.iris() makes one, and got {short_repr(ctx)}.")
     if group is not None:
         check_process_group(group)
     name = f"iris.{len(_named)}"
@@ -209,7 +209,7 @@ def _keep_arguments(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _linear(op: str) -> str:
     if op not in ("sum", "avg"):
-        raise UnsupportedReductionError(f"There is no gradient of op={op!r}: of 'sum' and 'avg' there is.")
+        raise UnsupportedReductionError(f"There is no gradient of op={short_repr(op)}: of 'sum' and 'avg' there is.")
     return op
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from iris.ccl.communicator import Communicator
-from iris.errors import InvalidCollectiveError, WorkspaceTooSmallError, readable
+from iris.errors import InvalidCollectiveError, WorkspaceTooSmallError, readable, short_repr
 
 
 @dataclass(frozen=True)
@@ -56,5 +56,5 @@ class Preparation:
 def check_preparation(workspace: object) -> Preparation:
     """``workspace``, if it is one."""
     if not isinstance(workspace, Preparation):
-        raise InvalidCollectiveError(f"workspace={workspace!r} is not what all_reduce_preamble() returned.")
+        raise InvalidCollectiveError(f"workspace={short_repr(workspace)} is not what all_reduce_preamble() returned.")
     return workspace

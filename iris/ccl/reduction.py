@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from iris.ccl.config import ReduceOp
-from iris.errors import UnsupportedReductionError, WrongDeviceError
+from iris.errors import UnsupportedReductionError, WrongDeviceError, short_repr
 
 
 class PremulSum:
@@ -63,8 +63,8 @@ def reduction(op: Any) -> tuple[ReduceOp | PremulSum, Factor | None]:
         op = op.op
     if op.__class__ is not dist.ReduceOp.RedOpType:
         raise UnsupportedReductionError(
-            f"op={op!r} is not one of iris.ccl.ReduceOp ({', '.join(each.name for each in ReduceOp)}), nor of "
-            "torch.distributed.ReduceOp."
+            f"op={short_repr(op)} is not one of iris.ccl.ReduceOp ({', '.join(each.name for each in ReduceOp)}), nor "
+            "of torch.distributed.ReduceOp."
         )
     if op == dist.ReduceOp.PREMUL_SUM:
         raise UnsupportedReductionError(

@@ -36,7 +36,7 @@ from iris.ccl.queue import MAX_RANKS
 from iris.compat.c10d import unified_window
 from iris.distributed.calls import EnqueuedWork, SimulatedMessage
 from iris.distributed.group import stream_of
-from iris.errors import InvalidCollectiveError, names
+from iris.errors import InvalidCollectiveError, names, short_repr
 from iris.heap import describe_address
 from iris.heap.history import tensor_text
 from iris.language.context import DeviceContext
@@ -153,7 +153,9 @@ class Window:
         target = self.map_remote_tensor(dst_rank).view(-1)
         check_tensor("put", tensor)
         if index(target_offset_nelems) is None:
-            raise InvalidCollectiveError(f"put() to element {target_offset_nelems!r:.60}: that is a whole number.")
+            raise InvalidCollectiveError(
+                f"put() to element {short_repr(target_offset_nelems)}: that is a whole number."
+            )
         end = target_offset_nelems + tensor.numel()
         if tensor.dtype != target.dtype or not 0 <= target_offset_nelems <= end <= target.numel():
             raise InvalidCollectiveError(
@@ -191,7 +193,7 @@ class Window:
     def _check(self, rank: int) -> None:
         if index(rank) is None or not 0 <= rank < self._comm.size:
             raise InvalidCollectiveError(
-                f"Rank {rank!r:.60} of a window: its group has ranks 0 to {self._comm.size - 1}."
+                f"Rank {short_repr(rank)} of a window: its group has ranks 0 to {self._comm.size - 1}."
             )
 
     def _flag_kernel(self, kernel: Any, peer: int) -> Callable[[], None]:

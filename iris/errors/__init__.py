@@ -82,7 +82,7 @@ from iris.errors.starting import (
     WorkerNotImportableError,
 )
 from iris.errors.tools import FolderError, NotTracingError, ProcessUnreachableError
-from iris.errors.wording import names, readable
+from iris.errors.wording import names, readable, short_repr
 
 __all__ = [
     "AsymmetricHeapError",
@@ -157,6 +157,7 @@ __all__ = [
     "WrongDeviceError",
     "names",
     "readable",
+    "short_repr",
 ]
 
 # Tracebacks, pickles and messages name an error by where programs import it from, and not by its file.

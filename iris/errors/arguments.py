@@ -3,20 +3,23 @@
 from collections.abc import Iterable
 
 from iris.errors.base import IrisError
+from iris.errors.wording import short_repr
 
 
 class UnknownChoiceError(IrisError, ValueError):
     """An argument that takes one of a few values got another."""
 
     def __init__(self, name: str, value: object, possible: Iterable[object]) -> None:
-        super().__init__(f"{name}={value!r} is not possible; it takes one of {', '.join(map(repr, possible))}.")
+        super().__init__(
+            f"{name}={short_repr(value)} is not possible; it takes one of {', '.join(map(repr, possible))}."
+        )
 
 
 class InvalidCountError(IrisError, ValueError):
     """An argument that counts something is no such number: less than one event, repetition or rank."""
 
     def __init__(self, name: str, value: object, what: str, least: int = 1) -> None:
-        super().__init__(f"{name}={value!r:.60} is not possible: it is a number of {what}, {least} or more.")
+        super().__init__(f"{name}={short_repr(value)} is not possible: it is a number of {what}, {least} or more.")
 
 
 class InvalidArgumentError(IrisError, TypeError):

@@ -1,6 +1,7 @@
 """Errors of the symmetric heap and its tensors."""
 
 from iris.errors.base import IrisError
+from iris.errors.wording import short_repr
 
 
 class HeapClosedError(IrisError, RuntimeError):
@@ -34,14 +35,14 @@ class NotATensorError(IrisError, TypeError):
     """Something else was given where a torch tensor is needed."""
 
     def __init__(self, value: object, needed: str = "A torch.Tensor is needed") -> None:
-        super().__init__(f"{needed}, and this is a {type(value).__name__}: {value!r:.60}.")
+        super().__init__(f"{needed}, and this is a {type(value).__name__}: {short_repr(value)}.")
 
 
 class NotAStreamError(IrisError, TypeError):
     """Something else was given to the host's barrier as a stream, for example the flags of a barrier in a kernel."""
 
     def __init__(self, value: object) -> None:
-        given = f"a tensor of shape {list(value.shape)}" if hasattr(value, "shape") else f"{value!r:.60}"
+        given = f"a tensor of shape {list(value.shape)}" if hasattr(value, "shape") else f"{short_repr(value)}"
         super().__init__(
             f"The barrier of the host takes a torch.cuda.Stream whose work it waits for, or nothing, and got {given}. "
             "A process group is given by name, as group=…. Flags are for the barrier of the device context, inside a "

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from iris.errors.base import IrisError
-from iris.errors.wording import names
+from iris.errors.wording import names, short_repr
 
 
 class IrisTimeoutError(IrisError, TimeoutError):
@@ -66,7 +66,8 @@ class RankOutOfRangeError(IrisError, ValueError):
 
     def __init__(self, rank: object, size: int) -> None:
         super().__init__(
-            f"There is no rank {rank!r}: the group has {size}, so a rank is a whole number from 0 to {size - 1}."
+            f"There is no rank {short_repr(rank)}: the group has {size}, so a rank is a whole number from 0 to "
+            f"{size - 1}."
         )
 
 

@@ -3,13 +3,14 @@
 import sys
 
 from iris.errors.base import IrisError
+from iris.errors.wording import short_repr
 
 
 class InvalidSettingError(IrisError, ValueError):
     """An environment variable of Iris has an invalid value."""
 
     def __init__(self, variable: str, value: str, possible: str) -> None:
-        super().__init__(f"{variable}={value!r} is not valid: it takes {possible}.")
+        super().__init__(f"{variable}={short_repr(value)} is not valid: it takes {possible}.")
 
 
 class SharedDeviceError(IrisError, RuntimeError):
@@ -28,7 +29,9 @@ class InvalidHeapSizeError(IrisError, TypeError, ValueError):
     """A heap size that is negative, or not a whole number of bytes."""
 
     def __init__(self, size: object) -> None:
-        super().__init__(f"heap_size={size!r} is not possible: it is a whole number of bytes, such as 1 << 30.")
+        super().__init__(
+            f"heap_size={short_repr(size)} is not possible: it is a whole number of bytes, such as 1 << 30."
+        )
 
 
 class MismatchedHeapError(IrisError, ValueError):

@@ -1,6 +1,15 @@
-"""How messages name numbers of bytes, and ranks."""
+"""How messages name numbers of bytes, ranks, and values that callers gave."""
 
+import reprlib
 from collections.abc import Sequence
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 60
+
+
+def short_repr(value: object) -> str:
+    """``repr(value)``, but of a long one a part, with dots for the rest."""
+    return _repr.repr(value)
 
 
 def readable(size: int) -> str:

@@ -6,7 +6,7 @@ import torch
 
 from iris.arg_parser import count
 from iris.ccl.checks import check_tensor
-from iris.errors import InvalidConfigError, InvalidExpertsError, WrongDeviceError
+from iris.errors import InvalidConfigError, InvalidExpertsError, WrongDeviceError, short_repr
 from iris.experts.config import DEFAULT, LAYOUTS, ExpertsConfig
 from iris.experts.kernel_arguments import Form
 from iris.experts.pending import PendingCall
@@ -47,7 +47,9 @@ def sizes(size: int, hosts: int, **asked: object) -> dict[str, int]:
     for name, value in asked.items():
         number = count(value)
         if number is None:
-            raise InvalidExpertsError(f"ctx.experts({name}={value!r:.60}) cannot work: {name} is 1 or more, a number.")
+            raise InvalidExpertsError(
+                f"ctx.experts({name}={short_repr(value)}) cannot work: {name} is 1 or more, a number."
+            )
         found[name] = number
     experts, choices = found["num_experts"], found["top_k"]
     if size > LANES.value * hosts:
@@ -78,7 +80,8 @@ def sizes(size: int, hosts: int, **asked: object) -> dict[str, int]:
 def check_dtype(dtype: object) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise InvalidExpertsError(
-            f"ctx.experts(dtype={dtype!r:.60}) cannot work: rows are of torch.bfloat16, torch.float16 or torch.float32."
+            f"ctx.experts(dtype={short_repr(dtype)}) cannot work: rows are of torch.bfloat16, torch.float16 or "
+            "torch.float32."
         )
     return dtype
 
@@ -88,7 +91,7 @@ def check_config(config: object) -> ExpertsConfig:
     used = DEFAULT if config is None else config
     if not isinstance(used, ExpertsConfig):
         raise InvalidConfigError(
-            f"config={config!r:.60} is not possible: it is an iris.experts.ExpertsConfig, or None."
+            f"config={short_repr(config)} is not possible: it is an iris.experts.ExpertsConfig, or None."
         )
     return used
 
@@ -96,7 +99,7 @@ def check_config(config: object) -> ExpertsConfig:
 def check_layout(layout: object, config: ExpertsConfig) -> str:
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise InvalidExpertsError(
-            f"dispatch(layout={layout!r:.60}) is not possible; it takes one of {', '.join(map(repr, LAYOUTS))}."
+            f"dispatch(layout={short_repr(layout)}) is not possible; it takes one of {', '.join(map(repr, LAYOUTS))}."
         )
     if layout not in config.layouts:
         raise InvalidExpertsError(
@@ -172,7 +175,9 @@ def check_received(received: Any, owner: object) -> None:
     if isinstance(received, PendingCall):
         raise InvalidExpertsError(f"combine() takes what dispatch() returns in the end: call wait() of {received!r}.")
     if not isinstance(received, Received) or received._owner is not owner:
-        given = f"{received!r:.80} is of another one" if isinstance(received, Received) else f"got {named(received)}"
+        given = (
+            f"{short_repr(received)} is of another one" if isinstance(received, Received) else f"got {named(received)}"
+        )
         raise InvalidExpertsError(
             f"combine() takes, as received, what dispatch() of the same ctx.experts() has returned, and {given}."
         )
@@ -191,7 +196,8 @@ def form_of(x: torch.Tensor, x_scales: Any, quantize: object, wide: torch.dtype)
     blocks = -(-hidden // GROUP)
     if not isinstance(quantize, str | None) or quantize not in QUANTIZE:
         raise InvalidExpertsError(
-            f"dispatch(quantize={quantize!r:.60}) is not possible; it takes one of {', '.join(map(repr, QUANTIZE))}."
+            f"dispatch(quantize={short_repr(quantize)}) is not possible; it takes one of "
+            f"{', '.join(map(repr, QUANTIZE))}."
         )
     narrow = x.dtype in NARROW
     if narrow != (x_scales is not None) or (narrow and quantize is not None):

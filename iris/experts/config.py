@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from iris.arg_parser import count
-from iris.errors import InvalidConfigError
+from iris.errors import InvalidConfigError, short_repr
 
 LAYOUTS = ("expanded", "compact")
 LARGEST = {"num_sms": 1 << 16, "in_flight": 64, "alignment": 1 << 16}
@@ -48,16 +48,17 @@ class ExpertsConfig:
             number = count(value)
             if number is None or number > most:
                 raise InvalidConfigError(
-                    f"ExpertsConfig({name}={value!r:.60}) cannot work: {name} is a whole number from 1 to {most}."
+                    f"ExpertsConfig({name}={short_repr(value)}) cannot work: {name} is a whole number from 1 to {most}."
                 )
             object.__setattr__(self, name, number)
         if self.low_latency is not None and not isinstance(self.low_latency, bool):
             raise InvalidConfigError(
-                f"ExpertsConfig(low_latency={self.low_latency!r:.60}) cannot work: low_latency is a bool, or None."
+                f"ExpertsConfig(low_latency={short_repr(self.low_latency)}) cannot work: low_latency is a bool, or "
+                "None."
             )
         if not isinstance(self.statistics, bool):
             raise InvalidConfigError(
-                f"ExpertsConfig(statistics={self.statistics!r:.60}) cannot work: statistics is a bool."
+                f"ExpertsConfig(statistics={short_repr(self.statistics)}) cannot work: statistics is a bool."
             )
         layouts = self.layouts
         if (
@@ -66,7 +67,7 @@ class ExpertsConfig:
             or not all(each in LAYOUTS for each in layouts)
         ):
             raise InvalidConfigError(
-                f"ExpertsConfig(layouts={layouts!r:.60}) cannot work: layouts is a tuple of one or both of "
+                f"ExpertsConfig(layouts={short_repr(layouts)}) cannot work: layouts is a tuple of one or both of "
                 f"{', '.join(map(repr, LAYOUTS))}."
             )
         # Equal whatever the order and the kind of collection.

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.library import register_autograd, register_fake
 
 from iris.ccl import functional as collectives
-from iris.errors import InvalidExpertsError
+from iris.errors import InvalidExpertsError, short_repr
 from iris.experts.calls import Calls
 from iris.experts.checks import check_given
 from iris.experts.choices import sums_of_rows
@@ -50,7 +50,7 @@ def name_of(experts: ExpertParallel) -> str:
 @breaks_graph("the first call of name_of() for these experts is in a compiled function; make it before")
 def _new_name(experts: ExpertParallel) -> str:
     if not isinstance(experts, ExpertParallel):
-        raise InvalidExpertsError(f"name_of() takes what ctx.experts() has made, and got {experts!r:.60}.")
+        raise InvalidExpertsError(f"name_of() takes what ctx.experts() has made, and got {short_repr(experts)}.")
     name = f"iris.experts.{len(_named)}"
     _named[name] = weakref.ref(experts)
     return name
@@ -69,8 +69,8 @@ def check_name(name: object) -> None:
     """That it is a name, and not the experts: an operator of torch would say of these that they are no str."""
     if not isinstance(name, str):
         raise InvalidExpertsError(
-            f"experts={name!r:.80} is not possible: it is a name, iris.experts.functional.name_of(ep), since a graph "
-            "of torch.compile holds no objects."
+            f"experts={short_repr(name)} is not possible: it is a name, iris.experts.functional.name_of(ep), since a "
+            "graph of torch.compile holds no objects."
         )
 
 

@@ -34,6 +34,7 @@ from iris.errors import (
     NotATensorError,
     NotSymmetricError,
     RemoteRankError,
+    short_repr,
 )
 from iris.heap.allocator import Allocator, HeapStats, round_up
 from iris.heap.dump import dump
@@ -116,7 +117,7 @@ class SymmetricHeap:
         """
         self.check_open()
         if not isinstance(dtype, torch.dtype):
-            raise InvalidDtypeError(f"A dtype is one of torch's, such as torch.float32; {dtype!r} is none.")
+            raise InvalidDtypeError(f"A dtype is one of torch's, such as torch.float32; {short_repr(dtype)} is none.")
         shape = tuple(map(operator.index, shape))
         if min(shape, default=0) < 0:
             raise InvalidShapeError(f"A tensor cannot have the shape {list(shape)}: an extent is negative.")

@@ -8,7 +8,7 @@ from torch.library import Library
 from iris.compat.inductor import add_graph_pass
 from iris.compat.inductor import graph_pass as inductor_pass
 from iris.distributed.contexts import say_place
-from iris.errors import InvalidArgumentError
+from iris.errors import InvalidArgumentError, short_repr
 from iris.inductor import graph_pass, symm_mem
 from iris.inductor.report import FusionReport
 
@@ -44,7 +44,7 @@ def accelerate(model: Model = None) -> Model:  # type: ignore[assignment]
     """
     if model is not None and not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(
-            f"accelerate() compiles a torch.nn.Module, and got {model!r:.60}, a {type(model).__name__}. For a "
+            f"accelerate() compiles a torch.nn.Module, and got {short_repr(model)}, a {type(model).__name__}. For a "
             "function, call iris.accelerate() and then torch.compile(function)."
         )
     if not _registered:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from iris.errors import InvalidTableError
+from iris.errors import InvalidTableError, short_repr
 from iris.machine import tables
 
 # Columns of a tile of 128 rows, widest first, by bytes of an element: those of the kernels for Hopper.
@@ -145,10 +145,10 @@ def _parsed(name: str, kind: Any, given: Any) -> Any:
     """A figure, of which JSON has numbers as the keys of objects in words."""
     if kind is float:
         if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
-            raise ValueError(f"{name} is {given!r:.60}, and it takes a number above 0")
+            raise ValueError(f"{name} is {short_repr(given)}, and it takes a number above 0")
         return given
     if not isinstance(given, dict):
-        raise ValueError(f"{name} is {given!r:.60}, and it takes an object by bytes of an element")
+        raise ValueError(f"{name} is {short_repr(given)}, and it takes an object by bytes of an element")
     if kind == ByBytes:
         return {nbytes: _parsed(f"{name} {nbytes}", float, given.get(str(nbytes))) for nbytes in TILE_COLUMNS}
     found: ByTile = {}

@@ -9,7 +9,7 @@ import torch
 
 from iris.ccl.checks import check_tensor
 from iris.ccl.protocols import CollectivesContext
-from iris.errors import InvalidCollectiveError, InvalidConfigError, NotATensorError, WrongDeviceError
+from iris.errors import InvalidCollectiveError, InvalidConfigError, NotATensorError, WrongDeviceError, short_repr
 from iris.ops.buffers import Needs
 from iris.ops.config import FusedConfig
 
@@ -109,7 +109,9 @@ class Call(NamedTuple):
     def check(self, device: torch.device, size: int, config: Any) -> None:
         """Raise unless this can be computed on ``device`` by ``size`` ranks."""
         if config is not None and not isinstance(config, FusedConfig):
-            raise InvalidConfigError(f"config={config!r:.60} is not possible: it is an iris.ops.FusedConfig, or None.")
+            raise InvalidConfigError(
+                f"config={short_repr(config)} is not possible: it is an iris.ops.FusedConfig, or None."
+            )
         check_devices(self.name, self.given(), device)
         problem = self._problem(size)
         if problem:

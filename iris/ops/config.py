@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 
 from iris.ccl.config import ALL_REDUCE_VARIANTS, MOST
-from iris.errors import InvalidConfigError
+from iris.errors import InvalidConfigError, short_repr
 
 _CACHE_MODIFIERS = (None, ".ca", ".cg", ".cv")
 _CHOICES = {
@@ -76,7 +76,8 @@ class FusedConfig:
             problem = _problem(field.name, getattr(self, field.name))
             if problem:
                 raise InvalidConfigError(
-                    f"FusedConfig({field.name}={getattr(self, field.name)!r}) cannot work: {field.name} is {problem}."
+                    f"FusedConfig({field.name}={short_repr(getattr(self, field.name))}) cannot work: {field.name} is "
+                    f"{problem}."
                 )
 
     def senders(self, programs: int, size: int, idle: int = 0) -> int:

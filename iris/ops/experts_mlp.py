@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from iris.ccl.protocols import CollectivesContext
-from iris.errors import InvalidCollectiveError, InvalidConfigError, InvalidExpertsError, UnknownChoiceError
+from iris.errors import InvalidCollectiveError, InvalidConfigError, InvalidExpertsError, UnknownChoiceError, short_repr
 from iris.experts.checks import check_layout, quantized_dtype
 from iris.experts.expert_parallel import ExpertParallel
 from iris.experts.functional import others_wait
@@ -80,7 +80,9 @@ class MlpCall(NamedTuple):
         ep = self.experts
         if not isinstance(ep, ExpertParallel) or ep._calls.context is not context:
             what = "is of another context" if isinstance(ep, ExpertParallel) else "is none"
-            raise InvalidExpertsError(f"{NAME}(experts=) takes what ctx.experts() has made, and {ep!r:.80} {what}.")
+            raise InvalidExpertsError(
+                f"{NAME}(experts=) takes what ctx.experts() has made, and {short_repr(ep)} {what}."
+            )
         if self.activation is not None and not (isinstance(self.activation, str) and self.activation in ACTIVATIONS):
             raise UnknownChoiceError("activation", self.activation, ACTIVATIONS)
         if self.overlap not in (None, True, False):

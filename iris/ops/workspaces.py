@@ -6,7 +6,13 @@ import torch
 
 from iris.ccl.protocols import CollectivesContext
 from iris.cuda_graphs.capture import GraphLine, Line, Lines, outside_captures
-from iris.errors import FirstUseInCaptureError, HeapTooLargeError, InvalidCollectiveError, MismatchedCollectiveError
+from iris.errors import (
+    FirstUseInCaptureError,
+    HeapTooLargeError,
+    InvalidCollectiveError,
+    MismatchedCollectiveError,
+    short_repr,
+)
 from iris.ops.arena import COUNT_BYTES, Arena
 from iris.ops.buffers import Buffers, Needs, use_of
 from iris.ops.call import title_of
@@ -56,7 +62,7 @@ class Workspaces:
     def check(self, name: str, given: Any, kind: tuple | None) -> None:
         """Raise unless a call of this kind can use what it is given; one of the vendor's, of no kind, uses nothing."""
         if not isinstance(given, Buffers):
-            raise InvalidCollectiveError(f"workspace={given!r} is not what {name}_preamble() returned.")
+            raise InvalidCollectiveError(f"workspace={short_repr(given)} is not what {name}_preamble() returned.")
         if given.arena.abort_flag is not self._context._workspace(None).abort_flag:
             raise InvalidCollectiveError(f"The workspace given to {name}() was prepared by another context.")
         given.check((name, "by the vendor's GEMM, which needs none") if kind is None else kind)

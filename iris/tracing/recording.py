@@ -14,7 +14,7 @@ import torch
 from iris.arg_parser import count
 from iris.commands.shared_folder import own_folder
 from iris.cuda_graphs.kept import keep
-from iris.errors import InvalidArgumentError, InvalidCountError, InvalidSettingError, NotTracingError
+from iris.errors import InvalidArgumentError, InvalidCountError, InvalidSettingError, NotTracingError, short_repr
 from iris.failures.device_record import DeviceRecord
 from iris.heap import SymmetricHeap
 from iris.heap.mapping import mappings, snapshot
@@ -157,7 +157,7 @@ class Tracing:
 
         def check_path() -> None:
             if not isinstance(path, str | os.PathLike):
-                raise InvalidArgumentError(f"path={path!r:.60} is not possible: it is the name of a file.")
+                raise InvalidArgumentError(f"path={short_repr(path)} is not possible: it is the name of a file.")
 
         self._group.agree(check_path, "find where to write its events")
         path = Path(path)

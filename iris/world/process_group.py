@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from iris.errors import InvalidGroupError, names
+from iris.errors import InvalidGroupError, names, short_repr
 
 
 def check_process_group(group: object) -> None:
@@ -14,7 +14,7 @@ def check_process_group(group: object) -> None:
             "This rank is not a member of the group: torch.distributed.new_group() gave it a placeholder. "
             "Only members make this call."
             if group is dist.GroupMember.NON_GROUP_MEMBER
-            else f"group={group!r} is not a process group: make one with torch.distributed.new_group()."
+            else f"group={short_repr(group)} is not a process group: make one with torch.distributed.new_group()."
         )
 
 

@@ -8,6 +8,8 @@ import base64
 import json
 from typing import Any
 
+from iris.errors import short_repr
+
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -42,7 +44,7 @@ def _tagged(value: Any) -> Any:
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, dict):
         return {"dict": [[_tagged(key), _tagged(each)] for key, each in value.items()]}
-    raise TypeError(f"A {type(value).__name__} cannot be sent in a meeting of ranks: {value!r:.60}.")
+    raise TypeError(f"A {type(value).__name__} cannot be sent in a meeting of ranks: {short_repr(value)}.")
 
 
 def _untagged(value: Any) -> Any:

@@ -6,7 +6,7 @@ from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from iris.arg_parser import count
-from iris.errors import InvalidExpertsError
+from iris.errors import InvalidExpertsError, short_repr
 from iris.integrations.transformers.experts import IrisEP
 from iris.integrations.transformers.tensor_parallel import FusedColwiseParallel, FusedRowwiseParallel
 
@@ -31,7 +31,9 @@ def register(max_tokens: int | None = None) -> None:
         ``max_tokens`` is no number of tokens.
     """
     if max_tokens is not None and count(max_tokens) is None:
-        raise InvalidExpertsError(f"register(max_tokens={max_tokens!r:.60}): it is a whole number, 1 or more, or None.")
+        raise InvalidExpertsError(
+            f"register(max_tokens={short_repr(max_tokens)}): it is a whole number, 1 or more, or None."
+        )
     EPImplementationInterface.register("iris", functools.partial(IrisEP, max_tokens=max_tokens))
     ALL_PARALLEL_STYLES.register("iris_rowwise", FusedRowwiseParallel())
     ALL_PARALLEL_STYLES.register("iris_colwise", FusedColwiseParallel())

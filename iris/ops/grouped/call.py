@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from iris import simulator
-from iris.errors import InvalidCollectiveError, InvalidConfigError, InvalidValueError, UnknownChoiceError
+from iris.errors import InvalidCollectiveError, InvalidConfigError, InvalidValueError, UnknownChoiceError, short_repr
 from iris.heap.history import debugging
 from iris.ops.call import FNUZ, NARROW, WIDE, check_devices, described, overlap
 from iris.ops.config import FusedConfig
@@ -102,7 +102,9 @@ class GroupedCall(NamedTuple):
     def check(self, config: FusedConfig | None) -> None:
         """Raise unless this can be computed."""
         if config is not None and not isinstance(config, FusedConfig):
-            raise InvalidConfigError(f"config={config!r:.60} is not possible: it is an iris.ops.FusedConfig, or None.")
+            raise InvalidConfigError(
+                f"config={short_repr(config)} is not possible: it is an iris.ops.FusedConfig, or None."
+            )
         if self.activation is not None and not (isinstance(self.activation, str) and self.activation in ACTIVATIONS):
             raise UnknownChoiceError("activation", self.activation, ACTIVATIONS)
         check_devices(NAME, self.given(), self.mat_a.device)

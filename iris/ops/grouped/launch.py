@@ -8,7 +8,7 @@ import torch
 
 from iris import simulator
 from iris.compat.cuda import current_raw_stream
-from iris.errors import InvalidConfigError, InvalidDtypeError, WrongDeviceError
+from iris.errors import InvalidConfigError, InvalidDtypeError, WrongDeviceError, short_repr
 from iris.operators.graph_break import breaks_graph
 from iris.operators.version_counter import bump_version
 from iris.ops.call import check_tensors
@@ -105,7 +105,9 @@ def grouped_mm(
     """
     check_tensors(NAME, {"mat_a": mat_a, "mat_b": mat_b} | ({} if out is None else {"out": out}))
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        raise InvalidDtypeError(f"{NAME}(out_dtype={out_dtype!r:.60}) is not possible: it is a torch.dtype, or None.")
+        raise InvalidDtypeError(
+            f"{NAME}(out_dtype={short_repr(out_dtype)}) is not possible: it is a torch.dtype, or None."
+        )
     if out is None:
         out = _new(mat_a, mat_b, activation, out_dtype)
     elif out_dtype is not None and out_dtype != out.dtype:
